@@ -183,7 +183,8 @@ class Draw:
     (if anew, mini-batches drawn and not trained on return to the queue). ``turn``: so many
     mini-batches are dealt to each worker in turn; 0: first come, first served. ``fills``: if none
     is left, return one that does not count. ``visits``: draw from shards. ``most``: so many
-    mini-batches at once, while plenty are left.
+    mini-batches at once, while plenty are left. ``limited``: each worker has its own number of
+    mini-batches, so a faster one does not draw those of a slower one.
     """
 
     lap: LoaderPass
@@ -196,6 +197,7 @@ class Draw:
     fills: bool = False
     visits: Visits | None = None
     most: int = 1
+    limited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class _Pass:
 
         At its speed so far it would process a share of what is left; it gets a part of that share.
         """
-        if request.most == 1 or not self.done[worker]:
+        if request.most == 1 or request.limited or not self.done[worker]:
             return ()
         size, share = request.sizes[worker], self.done[worker] / self.n_done
         n = min(request.most - 1, int(total(self.left) * share / (_PLENTY * size)))
@@ -199,7 +199,7 @@ class BatchQueue:
         kept = 0 if request.turn else self._kept(one, request, fresh, worker)
         size, offered = request.sizes[worker], one.offer(worker, request)
         n = min(size, total(offered) - kept)
-        if not request.turn and one.near_its_end(worker, n):
+        if not (request.turn or request.limited) and one.near_its_end(worker, n):
             there = self.members - self._away - one.ended  # a restarting one may need this step
             others = {each for each in there if one.suffices(each)} - {worker}
             n = 0 if one.others_are_sooner(worker, n, others, request) else n

@@ -23,7 +23,7 @@ from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.mid_epoch import EpochIsOver
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.hooks.loop_hooks import (
-    has_trained_epoch,
+    has_ended_epoch,
     logged_step,
     set_logged_step,
     validates_this_epoch,
@@ -59,11 +59,10 @@ class Validations:
         around(Point.BATCH, trainer.fit_loop.epoch_loop, self.advance)
 
     def is_due(self, proceed: Callable[[Any], bool], fetcher: Any) -> bool:
-        """Whether to validate after this mini-batch, which may be this worker's last."""
-        if not validates_this_epoch(self._trainer):
+        """Whether to validate after this mini-batch, if it is this worker's last."""
+        if not validates_this_epoch(self._trainer) or not has_ended_epoch(self._trainer):
             return False
-        mine = bool(proceed(fetcher))
-        return self._decide(mine) if mine or has_trained_epoch(self._trainer) else False
+        return self._decide(bool(proceed(fetcher)))
 
     def _decide(self, mine: bool) -> bool:
         """Whether a validation is due in any worker. All meet, once in an epoch."""

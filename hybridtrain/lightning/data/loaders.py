@@ -48,6 +48,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     data_connector,
     gets_our_sampler,
     inside,
+    is_limited,
     put_inside,
     remeasure,
     training_fetcher,
@@ -83,7 +84,9 @@ class QueueSampler(EpochSampler):
         # The loader counts samples into mini-batches, so a smaller one must be the last.
         while n_drawn == self.batch_size:
             ask = Draw(
-                lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills, plan.visits
+                *(lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills),
+                visits=plan.visits,
+                limited=plan.limited,
             )
             ticket = self._client.draw(ask)
             begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
@@ -207,7 +210,8 @@ class Loaders:
         sizes = None if sizes is None else tuple(sizes)
         plan = plan_of(dataloader, order, sizes, self._client.n_workers, self._turn, self._fills)
         visits = None if shards is None else Visits(shards["number"], shards["visit"])
-        plan = replace(plan, visits=visits, last=self._last_step)
+        limited = is_limited(self._trainer)
+        plan = replace(plan, visits=visits, last=self._last_step, limited=limited)
         goes_on = resumed is not None and not hasattr(dataloader, "load_state_dict")
         begun = resumed.begun(number, plan) if resumed and goes_on else None
         self._tell(number, dataloader.dataset)
@@ -272,10 +276,12 @@ class Loaders:
 
         ``owes``: the masters lack it, and perhaps others before.
         """
+        self._rng_state.commit()
+        if not self._client.counted:  # it was dropped
+            return
         version = self._client.expected_version
         for sampler in self.samplers:
             sampler.commit(version if self.remembers else None, self._owes)
-        self._rng_state.commit()
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if not self._owes:
             self._former = self._committed

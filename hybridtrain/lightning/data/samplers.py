@@ -88,7 +88,8 @@ class EpochPlan:
     ``sizes``: samples in each worker's mini-batch; 1 where items are whole mini-batches. ``turn``:
     mini-batches of a worker's turn; 0: workers take no turns. ``fills``: whether a worker without
     samples in a step gets a filler, up to the ``last`` step that it takes part in (``None``: the
-    last with samples of this loader). ``visits``: shards to draw from.
+    last with samples of this loader). ``visits``: shards to draw from. ``limited``: each worker has
+    its own number of mini-batches.
     """
 
     order: Order
@@ -100,6 +101,7 @@ class EpochPlan:
     fills: Callable[[], bool] = lambda: False
     last: Callable[[int], float] | None = None
     visits: Visits | None = None
+    limited: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,12 @@ from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover, know_the_loggers
 from hybridtrain.lightning.failover.rejoin import Rejoin, RejoinState
-from hybridtrain.lightning.hooks.loop_hooks import is_at_last_batch, remeasure, training_fetcher
+from hybridtrain.lightning.hooks.loop_hooks import (
+    is_at_last_batch,
+    is_limited,
+    remeasure,
+    training_fetcher,
+)
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.protocol.spans import Spans, total
 
@@ -109,7 +114,7 @@ class LostSampleRedistribution:
     def _can(self, n_loaders: int) -> bool:
         """Whether this worker is at the end of an epoch that can be made longer."""
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        whole = trainer.limit_train_batches in (1.0, None) and not trainer.overfit_batches
+        whole = not is_limited(trainer) and not trainer.overfit_batches
         enough = loop.max_steps != -1 and loop.global_step >= loop.max_steps
         enough = enough or trainer.should_stop
         return self._is_at_end and n_loaders == 1 and whole and not enough

@@ -188,6 +188,25 @@ def training_fetcher(trainer: Any) -> Any:
     return trainer.fit_loop._data_fetcher
 
 
+def is_limited(trainer: Any) -> bool:
+    """Whether an epoch has a given number, or a part, of its mini-batches."""
+    limit = trainer.limit_train_batches
+    return isinstance(limit, int) or limit not in (1.0, None)  # 1 is one mini-batch, 1.0 all
+
+
+def fetched_batches(trainer: Any) -> int:
+    """The number of training mini-batches fetched in this epoch, which a limit may end."""
+    return int(training_fetcher(trainer).fetched)
+
+
+def set_fetched_batches(trainer: Any, fetched: int) -> None:
+    """Set it: others are to be fetched in place of the last ones."""
+    fetcher = training_fetcher(trainer)
+    fetcher.fetched = fetched
+    if fetcher.length is not None:
+        fetcher.done = fetched >= fetcher.length
+
+
 def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
     """The number of mini-batches that ``limit_*_batches`` allows of ``length``."""
     return _parse_num_batches(stage, length, limit)

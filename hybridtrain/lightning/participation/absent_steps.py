@@ -13,9 +13,10 @@ them three times:
 
 A free-running worker may find the queue empty as the epoch begins; its epoch ends at once, on the
 usual path. Its contribution may also arrive too late to count: other workers process the samples
-again, so it restores logged values, torchmetrics and buffers (batch normalisation) to their state
-before the mini-batch and skips the hooks that follow it. Attributes that user code changes stay.
-The copies take time at every mini-batch, so they are made only where a contribution may not count.
+again, so it restores logged values, torchmetrics, buffers (batch normalisation) and the count of
+mini-batches to their state before the mini-batch, and skips the hooks that follow it. Attributes
+that user code changes stay. The copies take time at every mini-batch, so they are made only where a
+contribution may not count.
 
 A worker without data in a whole epoch has not logged the module's metrics. At the epoch's end all
 workers reduce them together, so it gets the same entries, with neutral values.
@@ -34,10 +35,12 @@ from torchmetrics import Metric
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.hooks.loop_hooks import (
+    fetched_batches,
     forget_batch,
     is_at_last_batch,
     logged_step,
     put_back_metric,
+    set_fetched_batches,
     set_logged_step,
     state_of_metric,
     step_with,
@@ -276,13 +279,11 @@ class Absence:
         self.passed = True
         self.uncounted.put_back()
         forget_batch(self._trainer, and_its_size=True)
-        self._loop.batch_progress.increment_processed()
         self._client.heartbeat.beat(Doing.BETWEEN)
         self._schedule()
         for callback in checkpoints_of(self._trainer):  # they count all workers' updates
             module, index = self._trainer.lightning_module, self._loop.batch_idx
             callback.on_train_batch_end(self._trainer, module, None, None, index)
-        self._loop.batch_progress.increment_completed()
 
     # ---- the end of an epoch --------------------------------------------------------------------
 
@@ -309,7 +310,7 @@ class Absence:
 
 
 class Uncounted:
-    """Saves and restores the effects of a mini-batch on logged values, metrics and buffers.
+    """Saves and restores the effects of a mini-batch on counts, logged values, metrics, buffers.
 
     Args:
         trainer: of this worker.
@@ -319,6 +320,9 @@ class Uncounted:
     def __init__(self, trainer: pl.Trainer, client: Client) -> None:
         self._trainer: Any = trainer
         self._client = client
+        self._batches = trainer.fit_loop.epoch_loop.batch_progress
+        self._counts: list[dict[str, int]] = []  # of mini-batches, in all and in this epoch
+        self._fetched = 0
         self._results: dict[str, dict[str, Any]] = {}
         self._metrics: list[tuple[Metric, Any]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -332,6 +336,8 @@ class Uncounted:
     def keep(self) -> None:
         """Save, before a mini-batch."""
         self._client.counted = True
+        self._counts = [vars(each).copy() for each in (self._batches.total, self._batches.current)]
+        self._fetched = fetched_batches(self._trainer)
         module = self._trainer.lightning_module
         results = training_results(self._trainer)
         # Entries get other tensors, never other values in the same one.
@@ -344,6 +350,12 @@ class Uncounted:
     def put_back(self) -> None:
         """Restore."""
         self._client.counted = True
+        for each, counts in zip(
+            (self._batches.total, self._batches.current), self._counts, strict=True
+        ):
+            vars(each).update(counts)
+        set_fetched_batches(self._trainer, self._fetched)
+        self._batches.is_last_batch = training_fetcher(self._trainer).done
         results = training_results(self._trainer)
         for key in [key for key in results if key not in self._results]:
             del results[key]

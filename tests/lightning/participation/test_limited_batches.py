@@ -1,0 +1,134 @@
+"""``limit_train_batches`` counts mini-batches that count, whatever a policy drops."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+
+from tests.lightning.metamorphic import strategies
+from tests.lightning.toys import make_trainer
+from tests.picking import but_slow
+
+N, SIZE, EPOCHS, LIMIT = 60, 2, 2, 6
+LONGEST_S = 0.2
+
+
+class Ends(pl.Callback):
+    """Counts mini-batches that end, and validations; all but worker 1 are late."""
+
+    def __init__(self) -> None:
+        self.ended = torch.zeros(8, dtype=torch.int64).share_memory_()
+        self.validated = torch.zeros(8, dtype=torch.int64).share_memory_()
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            return
+        client = trainer.strategy.client
+        before, until_s = client.stats()["updates"], time.monotonic() + LONGEST_S
+        while client.stats()["updates"] == before and time.monotonic() < until_s:
+            time.sleep(0.001)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.ended[trainer.global_rank] += 1
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.validated[trainer.global_rank] += 1
+
+
+class Module(pl.LightningModule):
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.w = torch.nn.Parameter(torch.zeros(N))
+        self.other = torch.nn.Parameter(torch.zeros(1))  # for a second fragment
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.w[batch].sum() + self.other.sum()
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("seen", float(len(batch)), sync_dist=True, reduce_fx="sum")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "automatic": {},
+    "accumulating": {"accumulate_grad_batches": 2},
+    "manual": {},
+    "dev run": {"fast_dev_run": LIMIT, "max_epochs": 1},
+}
+DROPPING = [name for name in strategies.ALL if strategies.drops(name)]
+CELLS = [
+    (name, workers, way)
+    for name in strategies.ALL
+    for workers in (1, 2, 3)
+    for way in WAYS
+    if way != "manual" or way in strategies.kinds(name, workers)
+    if way != "dev run" or strategies.drops(name)
+]
+
+
+def _is_slow(cell: tuple[str, int, str], number: int) -> bool:
+    name, workers, way = cell
+    return (workers, way) != (2, "automatic") if name in DROPPING else number % 29 != 0
+
+
+@pytest.mark.parametrize(("name", "workers", "way"), but_slow(CELLS, _is_slow))
+def test_as_many_mini_batches_count_as_the_limit_allows(name: str, workers: int, way: str) -> None:
+    module, ends, strategy = Module(way == "manual"), Ends(), strategies.make(name, workers)
+    options = {"max_epochs": EPOCHS, "limit_train_batches": LIMIT} | WAYS[way]
+    trainer = make_trainer(strategy, workers, callbacks=[ends], **options)
+    training = DataLoader(torch.arange(N), SIZE, shuffle=True)
+    trainer.fit(module, training, DataLoader(torch.arange(4), 2))
+    whole = workers * LIMIT * options["max_epochs"]
+    if way == "dev run":  # which also is a limit of updates
+        assert ends.ended.sum() <= whole
+        return
+    assert strategy.run_stats()["samples"] == whole * SIZE
+    # The first of two accumulated mini-batches has ended before the second is dropped.
+    assert ends.ended.sum() == whole or (name in DROPPING and way == "accumulating")
+    assert ends.validated[:workers].tolist() == [EPOCHS] * workers
+    assert trainer.callback_metrics["seen"] == 4
+
+
+class StopsInTheMiddle(pl.Callback):
+    """Worker 0 saves behind its third mini-batch that counts, and ends training."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.fit_loop.epoch_loop.batch_idx == LIMIT // 2 - 1:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    but_slow([(name, n) for name in DROPPING for n in (2, 3)], lambda case, n: n != 1),
+)
+def test_a_resumed_epoch_has_what_the_limit_leaves(name: str, workers: int, tmp_path: Path) -> None:
+    training, path = DataLoader(torch.arange(N), SIZE, shuffle=True), tmp_path / "mid.ckpt"
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": LIMIT}
+    ends, strategy = Ends(), strategies.make(name, workers)
+    stops = [ends, StopsInTheMiddle(path)]
+    make_trainer(strategy, workers, callbacks=stops, **options).fit(Module(), training)
+    assert ends.ended[0] == LIMIT // 2
+    ends, strategy = Ends(), strategies.make(name, workers)
+    trainer = make_trainer(strategy, workers, callbacks=[ends], **options)
+    trainer.fit(Module(), training, ckpt_path=path, weights_only=False)
+    assert ends.ended[:workers].tolist() == [LIMIT - LIMIT // 2] * workers
+    assert strategy.run_stats()["samples"] == ends.ended.sum() * SIZE
