@@ -194,9 +194,8 @@ def world_of(
 
 def may_meet(strategy: HybridStrategy) -> bool:
     """Whether workers may make updates without the server."""
-    seen = strategy.recording is not None or strategy.faults.in_updates
     wants = strategy.requirements
-    return (wants.everyone or wants.one_by_one) and not seen
+    return (wants.everyone or wants.one_by_one) and not strategy.faults.in_updates
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:

@@ -18,6 +18,7 @@ from enum import Enum, auto
 
 from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.protocol.kernel_lock import Frees, KernelLock
+from hybridtrain.protocol.step_log import StepLog
 
 _MAKING, _GENERATION = range(2)
 
@@ -37,13 +38,16 @@ class LockedSteps:
         words: (:attr:`N_WORDS`,) int64 in shared memory, zero at first.
         made: counts the steps of all.
         fd: the file that holds the words.
+        log: of a recorded run.
     """
 
     N_WORDS = 8  # a cache line
 
-    def __init__(self, words: memoryview, made: MadeSteps, fd: int) -> None:
+    def __init__(
+        self, words: memoryview, made: MadeSteps, fd: int, log: StepLog | None = None
+    ) -> None:
         self.last: int | None = None  # the version after which no update is made
-        self._words, self._made, self._lock = words, made, KernelLock(fd)
+        self._words, self._made, self._lock, self._log = words, made, KernelLock(fd), log
 
     @property
     def generation(self) -> int:
@@ -69,7 +73,8 @@ class LockedSteps:
         """
         with self._lock.within(for_s) as held:
             over = self.last is not None and self._made.total >= self.last
-            if not held or self._is_torn or over:
+            full = self._log is not None and not self._log.has_room(self._made.total + 1)
+            if not held or self._is_torn or over or full:
                 return Tried.LEFT
             if self._words[_GENERATION] != generation:
                 return Tried.OUTDATED

@@ -2,10 +2,11 @@
 
 Theory of operation. The first cell is the title, with the format's version. Every other cell is an
 event: the kind of message that the server received, the worker, the time, a checksum of the
-content, and (for a push) the worker's computing time and number of samples. A cell of kind
-``TELLS`` precedes a piece of JSON, compressed and padded to whole cells: the first describes the
-run (``header``), later ones the data and the initial parameters, the last the end of the run. Cells
-are only appended, so the file of a killed run is a valid record of its beginning.
+content, and (for a push) the worker's computing time and number of samples. A push is marked if
+workers have made its update, so that the server has not received it. A cell of kind ``TELLS``
+precedes a piece of JSON, compressed and padded to whole cells: the first describes the run
+(``header``), later ones the data and the initial parameters, the last the end of the run. Cells are
+only appended, so the file of a killed run is a valid record of its beginning.
 
 Each cell ends with a CRC-32 that continues the one of the cell before; a ``TELLS`` cell also has
 the JSON's. So the reader (:mod:`hybridtrain.recording.record_reader`) detects and locates flipped
@@ -35,12 +36,12 @@ WOKE = "Woke"  # the kind of such an event
 
 TITLE = b"hybridtrain record %3d\n\n"
 _CRC = struct.Struct("<I")
-_CELL = struct.Struct("<BxHIdff")
+_CELL = struct.Struct("<BBHIdff")
 _PIECE = struct.Struct("<BxHII12x")  # kind, nobody, bytes that follow, their checksum
 TYPE = np.dtype(
     [
         ("kind", "u1"),
-        ("free", "u1"),
+        ("made", "u1"),  # 1: of a push, whose update workers have made
         ("worker", "<u2"),
         ("print", "<u4"),  # checksum of the content; of TELLS: bytes that follow
         ("at_s", "<f8"),  # since the record began
@@ -55,13 +56,17 @@ assert TYPE.itemsize == CELL_BYTES
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """One event that the server received. ``number`` counts from 0."""
+    """One event that the server received. ``number`` counts from 0.
+
+    ``made``: a push that it has not received, because workers have made the update.
+    """
 
     number: int
     kind: str
     worker: int
     print: int
     at_s: float
+    made: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ class Record:
         """All events in their order."""
         for number, cell in enumerate(self.cells):
             kind, worker = self.kinds[cell["kind"]], int(cell["worker"])
-            yield RecordEvent(number, kind, worker, int(cell["print"]), float(cell["at_s"]))
+            content, made = (int(cell["print"]), float(cell["at_s"])), bool(cell["made"])
+            yield RecordEvent(number, kind, worker, *content, made)
 
     def of_kind(self, kind: str) -> np.ndarray[Any, np.dtype[np.void]]:
         """The cells of one kind of event."""
@@ -139,10 +145,17 @@ class Writer:
         self._append(_PIECE.pack(TELLS, NOBODY, len(text), zlib.crc32(padded)), padded)
 
     def event(
-        self, kind: str, worker: int, print: int, at_s: float, own_s: float, samples: float
+        self,
+        kind: str,
+        worker: int,
+        print: int,
+        at_s: float,
+        own_s: float,
+        samples: float,
+        made: bool = False,
     ) -> None:
         """Append an event."""
-        self._append(_CELL.pack(self._number[kind], worker, print, at_s, own_s, samples))
+        self._append(_CELL.pack(self._number[kind], made, worker, print, at_s, own_s, samples))
 
     def _append(self, cell: bytes, more: bytes = b"") -> None:
         if self.refusal is not None:

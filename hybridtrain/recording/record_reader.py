@@ -246,7 +246,7 @@ def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) 
     Args:
         at: their positions in bytes.
     """
-    nobodys = [n for n, kind in enumerate(kinds) if kind == WOKE]
+    nobodys, pushes = ([n for n, k in enumerate(kinds) if k == name] for name in (WOKE, "Push"))
     stranger = np.where(
         np.isin(events["kind"], nobodys), events["worker"] != NOBODY, events["worker"] >= n_workers
     )
@@ -254,7 +254,7 @@ def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) 
     found = {
         "an event of an unknown kind": events["kind"] >= len(kinds),
         "an event of a worker that there was not": stranger,
-        "a cell that is none": events["free"] != 0,
+        "a cell that is none": events["made"] > np.isin(events["kind"], pushes),
         "an event at no time": ~(np.isfinite(at_s) & (at_s >= np.maximum.accumulate(at_s))),
         "a contribution that took no time": ~(np.isfinite(own_s) & (own_s >= 0)),
         "a contribution of no size": ~(np.isfinite(events["samples"]) & (events["samples"] >= 0)),

@@ -4,7 +4,12 @@ Theory of operation. All nondeterminism of a run reaches the server as events. S
 events, in their order and with their times, suffices to replay the run; the server's clock is the
 recorded time of the current event.
 
-``ReadStats`` is not recorded: it changes nothing, and its number depends on the machine.
+Workers that make updates themselves log their pushes in shared memory
+(:mod:`hybridtrain.protocol.step_log`). The server records those made since before each event; the
+worker's later report of them is an event of its own kind, ``Told``.
+
+``ReadStats`` and ``GetState`` are not recorded: they change no bits, and their number depends on
+the machine.
 """
 
 from __future__ import annotations
@@ -14,7 +19,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from hybridtrain.memory import Store
 from hybridtrain.policies import Policy
+from hybridtrain.protocol.checksums import (
+    GradientRows,
+    checksum_of,
+    checksum_of_parameters,
+    checksum_of_state,
+)
 from hybridtrain.protocol.messages import (
     NOTES,
     Answer,
@@ -23,6 +35,7 @@ from hybridtrain.protocol.messages import (
     Described,
     Done,
     Event,
+    GetState,
     Install,
     Note,
     Paused,
@@ -33,22 +46,20 @@ from hybridtrain.protocol.messages import (
     Removed,
     Request,
     Resumed,
+    Share,
     Stopped,
     TimerExpired,
 )
-from hybridtrain.recording.checksums import (
-    GradientRows,
-    checksum_of,
-    checksum_of_parameters,
-    checksum_of_state,
-)
+from hybridtrain.protocol.step_log import TOLD, StepLog
 from hybridtrain.recording.record_file import NOBODY, WOKE, Writer
 from hybridtrain.server.rounds import Replies, samples_of
 from hybridtrain.server.server import Server
+from hybridtrain.server.shared_parameters import step_log_of
 
 FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *NOTES))
-KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT)
+KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT, TOLD)
+UNRECORDED = ReadStats | GetState
 
 
 def kind_of(event: Event) -> str | None:
@@ -56,6 +67,8 @@ def kind_of(event: Event) -> str | None:
     match event:
         case Received(_, Stopped(broke=True)):
             return BROKEN
+        case Received(_, Push(age=int())):
+            return TOLD
         case Received(_, message):
             return type(message).__name__
         case Removed(returns=False):
@@ -78,7 +91,7 @@ class Stamp:
 
 
 class RecordingServer(Server):
-    """A server that records each event before it handles it.
+    """A server that records each event, and what workers have made before, before it handles it.
 
     Args:
         writer: writes the record.
@@ -99,25 +112,46 @@ class RecordingServer(Server):
         super().__init__(policy, n_workers, threads, self._stamp, **options)
         self._own = OwnTime(n_workers)
         self._rows: GradientRows | None = None
+        self._log: StepLog | None = None
         self._begun = False
         self._told: set[str] = set()  # data sets that the record describes
 
-    def on(self, event: Event) -> Replies:
-        """See :class:`~hybridtrain.server.server.Server`."""
+    def _on(self, event: Event) -> Replies:
+        """Between the updates of workers: see :class:`~hybridtrain.server.server.Server`."""
         message = event.message if isinstance(event, Received) else None
-        if isinstance(message, ReadStats):
-            return super().on(event)
+        self._workers_made()
+        if isinstance(message, UNRECORDED):
+            return super()._on(event)
         now_s = self._stamp.at_s = self._real_clock()
         if isinstance(event, Received) and not isinstance(message, NOTES):
             self._asked(event.worker, event.message, now_s)
         else:
             self._happened(event, now_s)
-        replies = super().on(event)
+        replies = super()._on(event)
         self._answered(replies)
-        if isinstance(message, Install) and not self._begun and replies and self.store is not None:
-            self._begun = True
-            self._writer.tell({"begin": {"parameters": checksum_of_parameters(self.store)}})
+        if self._log is not None:
+            self._log.skip(self.version)
+        if self.store is not None and replies:
+            self._began(message, self.store)
         return replies
+
+    def _workers_made(self) -> None:
+        """Record the pushes of updates that workers have made since the last event."""
+        if self._log is None:
+            return
+        for worker, print, own_s, samples, at_s in self._log.read(self.version):
+            at_s = self._stamp.at_s = max(at_s, self._stamp.at_s)
+            self._writer.event("Push", worker, print, at_s, own_s, samples, made=True)
+            self._own.goes_on(worker, at_s, fresh=True)
+        self._log.skip(self.version)
+
+    def _began(self, message: Request | Note | None, store: Store) -> None:
+        if isinstance(message, Share) and (log := step_log_of(store)) is not None:
+            self._log = log
+            log.switch_on()
+        if isinstance(message, Install) and not self._begun:
+            self._begun = True
+            self._writer.tell({"begin": {"parameters": checksum_of_parameters(store)}})
 
     def close(self) -> None:
         """Record the final checksums and statistics, and close the record."""
@@ -140,8 +174,10 @@ class RecordingServer(Server):
             together = (*request.former, request)  # one message, several mini-batches
             own_s, samples = own_s / len(together), sum(map(samples_of, together))
         self._rows = GradientRows.of(self.store, self._rows)
-        seen = checksum_of(request, worker, self._rows)
-        self._writer.event(type(request).__name__, worker, seen, now_s, own_s, samples)
+        seen, kind = checksum_of(request, worker, self._rows), type(request).__name__
+        if self._log is not None and isinstance(request, Push) and request.age is not None:
+            kind, own_s, samples = TOLD, 0.0, 0.0  # its parts are recorded
+        self._writer.event(kind, worker, seen, now_s, own_s, samples)
 
     def _happened(self, event: Event, now_s: float) -> None:
         match event:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridtrain.protocol.checksums import GradientRows, checksum_of, checksum_of_parameters
 from hybridtrain.protocol.messages import (
     Completed,
     Described,
@@ -24,12 +25,12 @@ from hybridtrain.protocol.messages import (
     Stopped,
     TimerExpired,
 )
-from hybridtrain.recording.checksums import GradientRows, checksum_of, checksum_of_parameters
+from hybridtrain.protocol.step_log import MADE
 from hybridtrain.recording.record_file import NOBODY, WOKE, Record, RecordEvent
 from hybridtrain.recording.recorder import BROKEN, FINISHED, LEFT, LOST, Stamp, ending, kind_of
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended
-from hybridtrain.worlds.in_process import Body, Cell, Stuck, ThreadWorld
+from hybridtrain.worlds.in_process import Body, Cell, MadePush, Stuck, ThreadWorld, Word
 
 _STOPPED = Stopped.__name__
 
@@ -81,9 +82,9 @@ class Replayer:
         self._check_data = check_data
         self._due: dict[int, deque[str]] = defaultdict(deque)  # the kinds of each worker's events
         for event in record.events():
-            self._due[event.worker].append(event.kind)
+            self._due[event.worker].append(MADE if event.made else event.kind)
         self._world = ThreadWorld(
-            server, record.n_workers, int(record.header["threads"]), self._stops, cells
+            server, record.n_workers, int(record.header["threads"]), self._next_kind, cells
         )
         self._rows: GradientRows | None = None
         self._begun = False
@@ -91,15 +92,15 @@ class Replayer:
 
     def run(self, bodies: Sequence[Body]) -> tuple[Replayed, list[Any]]:
         """The report, and the results of the bodies (``None`` of those that did not finish)."""
-        self._world.start(bodies)
+        self._world.start(bodies, make=bool(self._record.cells["made"].any()))
         done = 0
         try:
             for event in self._record.events():
                 self._stamp.at_s = event.at_s
-                replies = self._server.on(self._again(event))
-                self._world.answer(replies)
-                if replies and event.kind == Install.__name__:
-                    self._compare_beginnings(event)
+                if event.made:
+                    self._make_again(event)
+                else:
+                    self._hand_over(event)
                 self._due[event.worker].popleft()
                 done += 1
             parted = self._compare_ends()
@@ -107,17 +108,34 @@ class Replayer:
             parted = str(difference)
         finally:
             self._world.close()
-        updates = self._server.statistics.version - self._server.statistics.first_version
         errors = tuple(self._errors)
-        report = Replayed(done, updates, parted, self._record.whole, errors)
+        report = Replayed(done, self._updates, parted, self._record.whole, errors)
         return report, [self._world.result(n) for n in range(self._record.n_workers)]
 
     # ---- one event ------------------------------------------------------------------------------
 
-    def _stops(self, worker: int) -> bool:
-        """Whether the worker's next recorded message is that it stopped."""
-        due = self._due[worker]
-        return bool(due) and due[0] == _STOPPED
+    def _next_kind(self, worker: int) -> str:
+        """The kind of the worker's next recorded event."""
+        return next(iter(self._due[worker]), "")
+
+    @property
+    def _updates(self) -> int:
+        self._server.workers_updates.look()
+        return self._server.version - self._server.statistics.first_version
+
+    def _hand_over(self, event: RecordEvent) -> None:
+        """The server receives the event."""
+        replies = self._server.on(self._again(event))
+        self._world.answer(replies)
+        if replies and event.kind == Install.__name__:
+            self._compare_beginnings(event)
+
+    def _make_again(self, event: RecordEvent) -> None:
+        """The worker makes the update itself, or arrives in its round."""
+        named, word = self._named(event), self._next(event)
+        if not isinstance(word, MadePush):
+            raise _Parted(f"{named}: in the replay the worker does not make the update")
+        self._compare_prints(event, word.print, named)
 
     def _again(self, event: RecordEvent) -> Event:
         """Let the worker run to its next message; the server's next event."""
@@ -128,6 +146,8 @@ class Replayer:
             self._world.abandon(worker)
             return Removed(worker, announced=event.kind == LEFT)
         word = self._next(event)
+        if isinstance(word, MadePush):
+            raise _Parted(f"{self._named(event)}: in the replay the worker makes an update itself")
         if isinstance(word, Ended):
             return self._ended(event, word.error)
         if event.kind == BROKEN:  # by an error from outside (out of memory?)
@@ -138,7 +158,7 @@ class Replayer:
             self._check_data(word.said)
         return Received(worker, word)
 
-    def _next(self, event: RecordEvent) -> Request | Note | Ended:
+    def _next(self, event: RecordEvent) -> Word:
         try:
             return self._world.next(event.worker)
         except Stuck:
@@ -164,9 +184,13 @@ class Replayer:
         if kind != event.kind:
             raise _Parted(f"{self._named(event)}: in the replay the worker's next is a {kind}")
         self._rows = GradientRows.of(self._server.store, self._rows)
-        if checksum_of(word, event.worker, self._rows) != event.print:
+        now = checksum_of(word, event.worker, self._rows)
+        self._compare_prints(event, now, self._named(event))
+
+    def _compare_prints(self, event: RecordEvent, now: int, named: str) -> None:
+        if now != event.print:
             what = "its gradient, or what goes with it," if event.kind == "Push" else "what it says"
-            raise _Parted(f"{self._named(event)}: in the replay {what} has other bits")
+            raise _Parted(f"{named}: in the replay {what} has other bits")
 
     def _compare_beginnings(self, event: RecordEvent) -> None:
         then, store = self._record.told.get("begin"), self._server.store
@@ -190,7 +214,5 @@ class Replayer:
         return f"after the last event: the {' and the '.join(found)} differ" if found else ""
 
     def _named(self, event: RecordEvent) -> str:
-        statistics = self._server.statistics
         who = "" if event.worker == NOBODY else f" of worker {event.worker}"
-        update = statistics.version - statistics.first_version + 1
-        return f"event {event.number} ({event.kind}{who}, in update {update})"
+        return f"event {event.number} ({event.kind}{who}, in update {self._updates + 1})"

@@ -63,7 +63,7 @@ class Rehearsal:
                 "whenever they like; that has no order that could be simulated"
             )
         self._server, self._stamp, self._times = server, stamp, times
-        self._world = ThreadWorld(server, len(times), threads, lambda worker: False, cells)
+        self._world = ThreadWorld(server, len(times), threads, lambda worker: "", cells)
         self._arriving: list[tuple[float, int, int, Said]] = []  # time, worker, a number, message
         self._said = 0
         self._averaged: set[int] = set()  # workers whose next push takes no further computation

@@ -148,6 +148,11 @@ class Server:
         return self._rounds.store
 
     @property
+    def version(self) -> int:
+        """The number of updates, including unreported ones of workers."""
+        return self._rounds.version
+
+    @property
     def optimizers(self) -> Optimizers:
         """The optimizers over the masters."""
         return self._rounds.optimizers

@@ -10,6 +10,7 @@ from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.protocol.locked_steps import LockedSteps
 from hybridtrain.protocol.messages import Share
 from hybridtrain.protocol.shared_round import SharedRound
+from hybridtrain.protocol.step_log import StepLog
 from hybridtrain.updates.flat.lent_state import may_be_lent
 
 
@@ -45,9 +46,9 @@ def made_store(
     lends = meets and not averaging and may_be_lent(layout, wants.one_by_one)
     words = 0
     if lends and wants.everyone:
-        words = SharedRound.n_words(n_workers)
+        words = SharedRound.n_words(n_workers) + StepLog.n_words(n_workers)
     elif lends and wants.one_by_one:
-        words = LockedSteps.N_WORDS
+        words = LockedSteps.N_WORDS + StepLog.n_words(1)
     copies, holds, shared = wants.has_copies, wants.holds, wants.in_place
     return Store(layout, n_workers, copies, arena, averaging, holds, shared, words)
 
@@ -61,6 +62,15 @@ def round_of(store: Store) -> SharedRound | None:
 
 def locked_steps_of(store: Store) -> LockedSteps | None:
     """The lock of updates made one by one, if the store has one."""
-    if not store.round or store.made is None:
+    log = step_log_of(store)
+    if log is None or store.made is None:
         return None
-    return LockedSteps(store.round, store.made, store.arena.fd)
+    return LockedSteps(store.round, store.made, store.arena.fd, log)
+
+
+def step_log_of(store: Store) -> StepLog | None:
+    """The log of updates that workers make, if they make any."""
+    if not store.round:
+        return None
+    each = store.n_workers if store.made is None else 1
+    return StepLog(store.round[-StepLog.n_words(each) :], each)

@@ -61,8 +61,14 @@ from hybridtrain.protocol.messages import (
     Writes,
 )
 from hybridtrain.protocol.spans import Spans
-from hybridtrain.server.shared_parameters import locked_steps_of, made_store, round_of
+from hybridtrain.server.shared_parameters import (
+    locked_steps_of,
+    made_store,
+    round_of,
+    step_log_of,
+)
 from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, SteppedOptimizers
+from hybridtrain.worker.own_updates.logged_steps import LoggedSteps, StepWriter
 from hybridtrain.worker.own_updates.one_by_one import OwnUpdates
 from hybridtrain.worker.own_updates.own_steps import AT_ONCE, OwnSteps
 from hybridtrain.worker.own_updates.round_maker import PATIENCE_S, Bells, RoundMaker
@@ -120,6 +126,8 @@ class Client:
         self.own: OwnSteps | None = None  # set where workers step the masters
         self.maker: RoundMaker | None = None  # set where the last worker makes the update
         self.updates: OwnUpdates | None = None  # set where workers make updates one by one
+        self.log: LoggedSteps | None = None  # set where such a run is recorded or replayed
+        self._noted = False  # the server may not have read this worker's last note yet
         self._arenas: dict[int, Arena] = {}  # lent by the server
         # Called repeatedly while this worker waits for its release; returns the seconds until the
         # next call, or ``None`` if it has nothing more to do.
@@ -218,11 +226,31 @@ class Client:
             push = replace(push, covers=covers) if covers else push
         undoing, n_covers = [undo] if undo is not None else [], len(push.covers)
         pending = PendingPush(then, undoing, push.draws, push.later, covers=n_covers)
-        if self.maker is not None and self.maker.come(push, self.version + 1, self.is_whole):
+        if self.maker is not None and self._comes(self.maker, push):
             pending.met = push
         else:
             self._send_push(push)
         self.offered = pending
+
+    def _comes(self, maker: RoundMaker, push: Push) -> bool:
+        """Arrive in the shared round, if possible; returns whether this worker has."""
+        number, log = self.version + 1, self.log
+        if log is not None:
+            if not self._may_make(log, push, number):
+                return maker.stay_away()
+            log.write(number)
+        came = maker.come(push, number, self.is_whole)
+        if log is not None and came:
+            log.made()
+        return came
+
+    def _may_make(self, log: LoggedSteps, push: Push, version: int) -> bool:
+        """Whether this worker may make the update of that version, and log it."""
+        log.take(push)
+        if self._noted or not log.has_room(version):
+            self.stats()  # first the server must read what is logged and noted so far
+            self._noted = False
+        return log.may_make()
 
     def make(self, step: Callable[[], object], push: Push, then: Taking) -> int:
         """Step the masters without asking the server, and report it later.
@@ -250,11 +278,24 @@ class Client:
             return False
         if self.unsettled is not None:  # until then the row and the parameters are in use
             self._await_offered()
-        if not self.updates.make(push, lambda: self._count(own, push, lambda released: None)):
+        if (log := self.log) is not None and not self._may_make(log, push, own.made.total + 1):
+            self.updates.borrowed.server_steps()
             return False
+
+        def count() -> None:
+            if log is not None:
+                log.write(own.made.total + 1)
+            self._count(own, push, lambda released: None)
+
+        if not self.updates.make(push, count):
+            return False
+        if log is not None:
+            log.made()
         self._tickets.most = AT_ONCE
         self._report_if_due(own)
         then(Released(self.version))
+        if log is not None:
+            log.goes_on()
         return True
 
     def push(self, push: Push) -> Released:
@@ -280,6 +321,8 @@ class Client:
         borrowed = BorrowedUpdate(store, optimizers, self._borrow_flat)
         shared, locked = round_of(store), locked_steps_of(store)
         self.maker = self.updates = None
+        if self.log is None and (log := step_log_of(store)) is not None and log.is_on:
+            self.log = StepWriter(self.worker, store, log)
         if shared is not None and self.bells is not None:
             self.maker = RoundMaker(self.worker, shared, self.bells, borrowed)
         if locked is not None:
@@ -379,6 +422,7 @@ class Client:
     def note(self, note: Note) -> None:
         """Send a message that has no answer."""
         self.line.send(note)
+        self._noted = True
 
     def call(self, call: ScheduleCall) -> None:
         """Record a call of a learning-rate schedule, which is sent before the next message."""
@@ -390,7 +434,7 @@ class Client:
     def settle(self) -> None:
         """Report all steps, and wait for the release of an offered push."""
         if self.own is not None and self.own.untold:
-            self._report_steps(self.own)
+            self._report_steps(self.own, ())
         self._await_offered()
 
     def _await_offered(self) -> None:
@@ -434,6 +478,8 @@ class Client:
                         break
             maker.bells.wait(PATIENCE_S)
         else:
+            if self.log is not None:
+                self.log.goes_on()
             return True
         self._send_push(push)
         return False
@@ -484,15 +530,18 @@ class Client:
             self.own.asked(push.covers if released.counted else 0, released.version)
 
     def _report_if_due(self, own: OwnSteps) -> None:
-        if self._tickets.wanted or not own.may_wait:
+        due, log = not own.may_wait, self.log
+        if self._tickets.wanted or (due if log is None else log.tells(due)):
             self._receive_all()
             if self.offered is None or own.must_tell:
-                self._report_steps(own)
+                self._report_steps(own, self._tickets.ask())
+            if log is not None:  # a replay repeats which mini-batches were drawn by then
+                self._await_offered()
 
-    def _report_steps(self, own: OwnSteps) -> None:
+    def _report_steps(self, own: OwnSteps, draws: tuple[Draw, ...]) -> None:
         self._await_offered()
         self._send_calls()
-        push, self.offered = own.tell(self._tickets.ask())
+        push, self.offered = own.tell(draws)
         self.line.send(push)
 
     # ---- stopping -------------------------------------------------------------------------------
@@ -558,6 +607,8 @@ class Client:
                     raise UserError(reason)
                 case _:
                     assert isinstance(reply, kind), reply
+                    if self.log is not None:
+                        self.log.goes_on()
                     return reply, fd
 
     def _receive_all(self) -> None:

@@ -20,8 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridtrain.protocol.checksums import GradientRows, checksum_of
 from hybridtrain.protocol.messages import (
+    GetState,
     Note,
+    Push,
     ReadStats,
     Received,
     Reply,
@@ -32,15 +35,25 @@ from hybridtrain.protocol.messages import (
     Stop,
     Stopped,
 )
+from hybridtrain.protocol.step_log import MADE, TOLD
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Asked, Ended, TurnTaking
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.worker_exit import Failed
 
+
+@dataclass(frozen=True)
+class MadePush:
+    """A worker's pseudo-message: it has made the update of its push itself, or has arrived in a
+    round; ``print`` is the push's checksum."""
+
+    print: int
+
+
 Body = Callable[[Client], Any]
-Word = Request | Note | Ended  # a worker's next message, or its end
-Due = Callable[[int], bool]  # whether a worker is to stop at the next boundary
+Word = Request | Note | MadePush | Ended  # a worker's next message, or its end
+Due = Callable[[int], str]  # the kind of a worker's next event in a record, if there is one
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,8 @@ class ThreadWorld:
         server: the caller passes it the messages that :meth:`next` returns.
         n_workers: W.
         threads: torch threads of each worker.
-        stops: whether a worker is to stop, as by a signal in a real run.
+        due: the worker does what was recorded next: stops (as by a signal in a real run), makes
+            an update itself, or reports such updates.
         cells: process-wide state to swap between workers, besides RNG states.
     """
 
@@ -75,17 +89,22 @@ class ThreadWorld:
         server: Server,
         n_workers: int,
         threads: int,
-        stops: Due,
+        due: Due,
         cells: Sequence[Cell] = (),
     ) -> None:
         self.server = server
-        self._threads, self._cells = threads, (*_CELLS, *cells)
-        self._workers = [_Worker(_Line(n, self, stops)) for n in range(n_workers)]
+        self._threads, self._cells, self._due = threads, (*_CELLS, *cells), due
+        self._workers = [_Worker(_Line(n, self, due)) for n in range(n_workers)]
 
-    def start(self, bodies: Sequence[Body]) -> None:
-        """Set the bodies, without running them; each begins with the present process-wide state."""
+    def start(self, bodies: Sequence[Body], make: bool = False) -> None:
+        """Set the bodies, without running them; each begins with the present process-wide state.
+
+        ``make``: workers make updates themselves.
+        """
         for number, (worker, body) in enumerate(zip(self._workers, bodies, strict=True)):
             client = Client(number, len(self._workers), worker.line)
+            if make:
+                client.bells, client.log = _NoBells(), _RepeatedSteps(number, self, self._due)
             worker.body = _on_a_thread(body, client, worker, self._threads)
             worker.contents = self._look()
 
@@ -111,6 +130,10 @@ class ThreadWorld:
         """Deliver the server's replies."""
         for number, reply in replies:
             self._workers[number].line.inbox.append(reply)
+
+    def line(self, number: int) -> _Line:
+        """The worker's connection."""
+        return self._workers[number].line
 
     def result(self, number: int) -> Any:
         """The result of the worker's body."""
@@ -150,37 +173,43 @@ class ThreadWorld:
 class _Line:
     """A worker's connection to the server."""
 
-    def __init__(self, number: int, world: ThreadWorld, stops: Due) -> None:
-        self._number, self._world, self._stops = number, world, stops
+    def __init__(self, number: int, world: ThreadWorld, due: Due) -> None:
+        self._number, self._world, self._due = number, world, due
         self.turns = TurnTaking()
         self.inbox: deque[Reply] = deque()
         self.threads = 1
         self.thread = 0  # its identifier, once it runs
 
     def send(self, message: Request | Note) -> None:
-        if isinstance(message, ReadStats):  # changes nothing, and is not recorded
+        if isinstance(message, ReadStats | GetState):  # changes no bits, and is not recorded
             self._world.answer(self._world.server.on(Received(self._number, message)))
             return
         if not isinstance(message, Saved | Failed):
-            self._say(message)
+            self.say(message)
         if isinstance(message, Stopped | Failed):
             self.inbox.append(
                 SavePermission(saves=self._number == 0 and isinstance(message, Stopped))
             )
 
     def receive(self) -> tuple[Reply, int | None]:
-        if not self.inbox and self._stops(self._number):
+        if not self.inbox and self._stops:
             return Stop(), None
         while not self.inbox:
-            self._say(_Waits())
+            self.say(_Waits())
         reply, store = self.inbox.popleft(), self._world.server.store
-        shared = isinstance(reply, Shared) and store is not None
-        return reply, os.dup(store.arena.fd) if shared and store is not None else None
+        if isinstance(reply, Shared) and store is not None:
+            return reply, os.dup(store.descriptor(reply.lent))
+        return reply, None
+
+    @property
+    def _stops(self) -> bool:
+        return self._due(self._number) == Stopped.__name__
 
     def ready(self) -> bool:
-        return bool(self.inbox) or self._stops(self._number)
+        return bool(self.inbox) or self._stops
 
-    def _say(self, word: Any) -> None:
+    def say(self, word: Any) -> None:
+        """Suspend the worker with this as its next message."""
         if threading.get_ident() != self.thread:
             raise RuntimeError(
                 f"worker {self._number} was spoken for by another thread than its own; in a replay "
@@ -188,6 +217,48 @@ class _Line:
             )
         self.turns.ask(word)
         torch.set_num_threads(self.threads)  # parts of it belong to the process
+
+
+class _NoBells:
+    """Workers run one at a time: none waits."""
+
+    def ring(self) -> None:
+        """See :class:`hybridtrain.worker.own_updates.round_maker.Bells`."""
+
+    def wait(self, for_s: float) -> None:
+        """See :class:`hybridtrain.worker.own_updates.round_maker.Bells`."""
+        raise Stuck
+
+
+class _RepeatedSteps:
+    """Makes the updates that the worker has made: :class:`LoggedSteps` of a replay."""
+
+    def __init__(self, number: int, world: ThreadWorld, due: Due) -> None:
+        self._number, self._world, self._due = number, world, due
+        self._rows: GradientRows | None = None
+        self._print = 0
+
+    def take(self, push: Push) -> None:
+        self._rows = GradientRows.of(self._world.server.store, self._rows)
+        self._print = checksum_of(push, self._number, self._rows)
+
+    def has_room(self, version: int) -> bool:
+        return True
+
+    def may_make(self) -> bool:
+        return self._due(self._number) == MADE
+
+    def write(self, version: int) -> None:
+        pass
+
+    def made(self) -> None:
+        self._world.line(self._number).say(MadePush(self._print))
+
+    def goes_on(self) -> None:
+        pass
+
+    def tells(self, due: bool) -> bool:
+        return self._due(self._number) == TOLD
 
 
 @dataclass

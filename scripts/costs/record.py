@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from costs.training import WORKERS, fit, pairs_asked_for
 from hybridtrain import HybridStrategy
 from hybridtrain.memory import Layout, Store
+from hybridtrain.protocol.checksums import GradientRows, checksum_of
 from hybridtrain.protocol.messages import Push
 from hybridtrain.recording import read_record
-from hybridtrain.recording.checksums import GradientRows, checksum_of
 from hybridtrain.recording.record_file import Writer
 from hybridtrain.recording.recorder import KINDS
 from hybridtrain.tasks.digits import DigitsData, DigitsModule

@@ -7,8 +7,8 @@ import io
 import torch
 
 from hybridtrain.memory.sparse_rows import Packed
+from hybridtrain.protocol.checksums import checksum_of, checksum_of_state
 from hybridtrain.protocol.messages import Average, Clip, Push
-from hybridtrain.recording.checksums import checksum_of, checksum_of_state
 
 
 def saved(value: float) -> bytes:

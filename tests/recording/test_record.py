@@ -228,7 +228,7 @@ def test_news_that_nobody_has_asked_for_change_no_service_time(
 
     def happens(now_s: float, worker: int, said: Any, reply: Any = None) -> None:
         at_s[0], replies = now_s, [] if reply is None else [(0, reply)]
-        monkeypatch.setattr(Server, "on", lambda self, event: replies)
+        monkeypatch.setattr(Server, "_on", lambda self, event: replies)
         server.on(Received(worker, said))
 
     writer.tell({"header": header(2)})
@@ -249,7 +249,7 @@ def test_steps_that_are_told_of_together_share_their_time_and_all_their_samples_
     at_s, writer = [1.0], Writer(tmp_path / "record.bin", KINDS)
     server = RecordingServer(writer, make_policy("hogwild"), 1, clock=lambda: at_s[0])
     writer.tell({"header": header(1)})
-    monkeypatch.setattr(Server, "on", lambda self, event: [(0, Released(0))])
+    monkeypatch.setattr(Server, "_on", lambda self, event: [(0, Released(0))])
     made = tuple(Push(0, 4.0, own=True, age=0) for _ in range(3))
     for push in (made[0], replace(made[0], former=made)):
         server.on(Received(0, push))

@@ -30,8 +30,8 @@ from pytorch_lightning.utilities.seed import isolate_rng
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
+from hybridtrain.protocol.checksums import checksum_of_state
 from hybridtrain.protocol.messages import Described
-from hybridtrain.recording.checksums import checksum_of_state
 from hybridtrain.recording.record_file import RECORD_NAME, Writer
 from hybridtrain.recording.recorder import KINDS, RecordingServer
 from hybridtrain.server.server import Server

@@ -63,9 +63,7 @@ class RoundMaker:
         self._settle()
         borrowed = self.borrowed
         if borrowed.never or not self.shared.may_come(number):
-            borrowed.give_up()
-            borrowed.server_steps()
-            return False
+            return self.stay_away()
         if not (whole and is_usual(push) and borrowed.ready() and self._takes(push)):
             borrowed.server_steps()
             self.leave(number)
@@ -83,6 +81,13 @@ class RoundMaker:
         elif met is Met.MADE:
             self.bells.ring()
         return met is not Met.CALLED_OFF
+
+    def stay_away(self) -> bool:
+        """The server makes this round, and may replace the state; returns False."""
+        self._settle()
+        self.borrowed.give_up()
+        self.borrowed.server_steps()
+        return False
 
     def _takes(self, push: Push) -> bool:
         """Set the push's hyper-parameters; False if they need another state."""

