@@ -20,19 +20,15 @@ from hybridtrain.protocol.messages import (
     Average,
     Completed,
     Event,
-    Note,
     Push,
     Received,
     Removed,
-    Request,
     TimerExpired,
 )
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended
-from hybridtrain.worlds.in_process import Body, Cell, ThreadWorld
-
-Said = Request | Note | Ended
+from hybridtrain.worlds.in_process import Body, Cell, MadePush, ThreadWorld, Word
 
 
 class Rehearsal:
@@ -64,7 +60,7 @@ class Rehearsal:
             )
         self._server, self._stamp, self._times = server, stamp, times
         self._world = ThreadWorld(server, len(times), threads, lambda worker: "", cells)
-        self._arriving: list[tuple[float, int, int, Said]] = []  # time, worker, a number, message
+        self._arriving: list[tuple[float, int, int, Word]] = []  # time, worker, a number, message
         self._said = 0
         self._averaged: set[int] = set()  # workers whose next push takes no further computation
         stamp.at_s = 0.0
@@ -96,6 +92,7 @@ class Rehearsal:
             case Ended(error):
                 self._end(worker, error)
             case _:
+                assert not isinstance(said, MadePush), "here the server makes all updates"
                 self._on(Received(worker, said))
                 if isinstance(said, NOTES):  # it waits for no answer
                     self._go_on(worker)
@@ -121,7 +118,7 @@ class Rehearsal:
         self._said += 1
         heapq.heappush(self._arriving, (at_s, worker, self._said, said))
 
-    def _takes_s(self, worker: int, said: Said) -> float:
+    def _takes_s(self, worker: int, said: Word) -> float:
         if isinstance(said, Average):
             self._averaged.add(worker)
         elif not isinstance(said, Push):
