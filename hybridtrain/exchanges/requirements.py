@@ -7,6 +7,7 @@ from typing import Literal
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Exchange
+from hybridtrain.memory import UpdateMaker
 from hybridtrain.policies import Needs, Policy
 
 Place = Literal["masters", "copy", "own", "shared"]
@@ -84,9 +85,14 @@ class Requirements:
         return self.in_place and self.free
 
     @property
-    def one_by_one(self) -> bool:
-        """Whether each gradient is an update as soon as it is there, and nothing else is one."""
-        return self.free and self.parameters == "copy"
+    def maker(self) -> UpdateMaker:
+        """Who makes the updates, unless parameters or code stand against it (then the server)."""
+        if self.in_place:
+            return UpdateMaker.IN_PLACE
+        if self.everyone:
+            return UpdateMaker.LAST_WORKER
+        alone = self.free and self.parameters == "copy"  # each gradient is an update at once
+        return UpdateMaker.ONE_BY_ONE if alone else UpdateMaker.SERVER
 
     @property
     def takes_turns(self) -> bool:

@@ -47,6 +47,7 @@ from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
+from hybridtrain.memory import UpdateMaker
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.monitoring.watchdog import SlowReport, Watchdog, to_stderr
 from hybridtrain.options.strategy_arguments import check_sizes
@@ -194,8 +195,9 @@ def world_of(
 
 def may_meet(strategy: HybridStrategy) -> bool:
     """Whether workers may make updates without the server."""
-    wants = strategy.requirements
-    return (wants.everyone or wants.one_by_one) and not strategy.faults.in_updates
+    maker = strategy.requirements.maker
+    corrects = maker is UpdateMaker.ONE_BY_ONE and strategy.correction is not None
+    return maker.borrows and not (corrects or strategy.faults.in_updates)
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:

@@ -3,7 +3,7 @@
 from hybridtrain.memory.arena import Arena
 from hybridtrain.memory.layout import Layout, Slot, overlapping
 from hybridtrain.memory.sparse_rows import Packed, Rows, Table, pack, unpack
-from hybridtrain.memory.store import Store
+from hybridtrain.memory.store import Store, UpdateMaker
 from hybridtrain.memory.worker_view import WorkerView, open_window
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Slot",
     "Store",
     "Table",
+    "UpdateMaker",
     "WorkerView",
     "open_window",
     "overlapping",

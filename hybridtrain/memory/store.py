@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping
+from enum import Enum
 
 import numpy as np
 import torch
@@ -97,6 +98,28 @@ class DirtyRows:
         return Table(slot.view(buffers[slot.dtype][slot.offset :][: slot.numel]))
 
 
+class UpdateMaker(Enum):
+    """One choice, made once: :func:`hybridtrain.server.shared_parameters.made_store` makes it when
+    parameters are shared, in the server and in each worker alike; then each part asks
+    :attr:`Store.maker`. ``docs/architecture.md`` has the conditions.
+    """
+
+    SERVER = "the server"
+    LAST_WORKER = "the worker that comes last"
+    ONE_BY_ONE = "workers one by one"
+    IN_PLACE = "workers in place"
+
+    @property
+    def borrows(self) -> bool:
+        """Whether a worker steps with the server's optimizer state, under a lock."""
+        return self in (UpdateMaker.LAST_WORKER, UpdateMaker.ONE_BY_ONE)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether each worker counts its own steps in shared memory."""
+        return self in (UpdateMaker.ONE_BY_ONE, UpdateMaker.IN_PLACE)
+
+
 class Store:
     """Flat views of one arena.
 
@@ -108,9 +131,8 @@ class Store:
         arena: that of another process's ``Store`` of the same shape; else a new one.
         averaging: add a row for the mean of the gradients.
         holding: add a row of gradients for contributions that are held back.
-        lock_free: workers write to the masters and to the optimizer state.
-        n_round: int64 words, zero at first, for updates that workers make without the server; with
-            ``private_parameters`` one by one, counted as with ``lock_free``.
+        maker: who makes the updates.
+        n_round: int64 words, zero at first, for updates that workers make with borrowed state.
     """
 
     def __init__(
@@ -121,7 +143,7 @@ class Store:
         arena: Arena | None = None,
         averaging: bool = False,
         holding: bool = False,
-        lock_free: bool = False,
+        maker: UpdateMaker = UpdateMaker.SERVER,
         n_round: int = 0,
     ) -> None:
         self.layout = layout
@@ -129,7 +151,7 @@ class Store:
         self.private_parameters = private_parameters
         self.averaging = averaging
         self.holding, self._n_round = holding, n_round
-        self.lock_free, self.lending = lock_free, SharedArenas()
+        self.maker, self.lending = maker, SharedArenas()
         self.held = n_workers  # the number of the row for held contributions
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
@@ -150,6 +172,11 @@ class Store:
         behind = self._words + ALIGNMENT_BYTES + 8 * self._n_made
         self.round = self.arena.words(behind, n_round)
 
+    @property
+    def lock_free(self) -> bool:
+        """Whether workers write to the masters and to the optimizer state without a lock."""
+        return self.maker is UpdateMaker.IN_PLACE
+
     def _place_buffers(self) -> int:
         end = 0
         rows = {"masters": 1, "gradients": self.n_workers + self.holding}
@@ -164,8 +191,7 @@ class Store:
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
         self._state = end
         self._words = end + 2 * align(self.layout.state_bytes)
-        counts = self.lock_free or (self._n_round > 0 and self.private_parameters)
-        self._n_made = MadeSteps.n_words(self.n_workers) if counts else 0
+        self._n_made = MadeSteps.n_words(self.n_workers) if self.maker.counts_steps else 0
         return self._words + ALIGNMENT_BYTES + 8 * (self._n_made + self._n_round)
 
     def _unused(self) -> list[tuple[int, int]]:

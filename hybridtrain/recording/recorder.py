@@ -146,9 +146,9 @@ class RecordingServer(Server):
         self._log.skip(self.version)
 
     def _began(self, message: Request | Note | None, store: Store) -> None:
-        if isinstance(message, Share) and (log := step_log_of(store)) is not None:
-            self._log = log
-            log.switch_on()
+        if isinstance(message, Share) and store.maker.borrows:
+            self._log = step_log_of(store)
+            self._log.switch_on()
         if isinstance(message, Install) and not self._begun:
             self._begun = True
             self._writer.tell({"begin": {"parameters": checksum_of_parameters(store)}})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
-from hybridtrain.memory import Arena, Layout, Store
+from hybridtrain.memory import Arena, Layout, Store, UpdateMaker
 from hybridtrain.protocol.locked_steps import LockedSteps
 from hybridtrain.protocol.messages import Share
 from hybridtrain.protocol.shared_round import SharedRound
@@ -40,37 +40,33 @@ def made_store(
 ) -> Store:
     """The store, over a new arena in the server, and over the same one in each worker.
 
-    ``meets``: workers may make updates without the server, if policy and parameters permit it.
+    ``meets``: worker and module permit updates without the server. This is where the run's
+    :class:`UpdateMaker` is chosen.
     """
     wants = requirements
-    lends = meets and not averaging and may_be_lent(layout, wants.one_by_one)
+    maker = wants.maker
+    if maker.borrows and not (meets and not averaging and may_be_lent(layout, maker)):
+        maker = UpdateMaker.SERVER
     words = 0
-    if lends and wants.everyone:
+    if maker is UpdateMaker.LAST_WORKER:
         words = SharedRound.n_words(n_workers) + StepLog.n_words(n_workers)
-    elif lends and wants.one_by_one:
+    elif maker is UpdateMaker.ONE_BY_ONE:
         words = LockedSteps.N_WORDS + StepLog.n_words(1)
-    copies, holds, shared = wants.has_copies, wants.holds, wants.in_place
-    return Store(layout, n_workers, copies, arena, averaging, holds, shared, words)
+    return Store(layout, n_workers, wants.has_copies, arena, averaging, wants.holds, maker, words)
 
 
-def round_of(store: Store) -> SharedRound | None:
-    """The shared round, if the store has one."""
-    if not store.round or store.made is not None:
-        return None
+def round_of(store: Store) -> SharedRound:
+    """The shared round, where the last worker makes the update."""
     return SharedRound(store.round, store.n_workers, store.arena.fd)
 
 
-def locked_steps_of(store: Store) -> LockedSteps | None:
-    """The lock of updates made one by one, if the store has one."""
-    log = step_log_of(store)
-    if log is None or store.made is None:
-        return None
-    return LockedSteps(store.round, store.made, store.arena.fd, log)
+def locked_steps_of(store: Store) -> LockedSteps:
+    """The lock of updates made one by one."""
+    assert store.made is not None, "workers count them"
+    return LockedSteps(store.round, store.made, store.arena.fd, step_log_of(store))
 
 
-def step_log_of(store: Store) -> StepLog | None:
-    """The log of updates that workers make, if they make any."""
-    if not store.round:
-        return None
-    each = store.n_workers if store.made is None else 1
+def step_log_of(store: Store) -> StepLog:
+    """The log of updates that workers make with borrowed state."""
+    each = store.n_workers if store.maker is UpdateMaker.LAST_WORKER else 1
     return StepLog(store.round[-StepLog.n_words(each) :], each)

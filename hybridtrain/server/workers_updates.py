@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hybridtrain.memory import Store
+from hybridtrain.memory import Store, UpdateMaker
 from hybridtrain.memory.arena import LentState
 from hybridtrain.protocol.kernel_lock import Frees
 from hybridtrain.protocol.locked_steps import LockedSteps
@@ -43,15 +43,15 @@ class WorkersUpdates:
 
     def lend(self, store: Store | None, optimizers: Optimizers, number: int) -> LentState | None:
         """The places of the optimizer's state; ``None``: workers may not step it."""
-        if store is None or len(optimizers.updates) != 1:
+        if store is None or not store.maker.borrows or len(optimizers.updates) != 1:
             return None
         if store is not self._store:
             self._store, self._lender = store, Lender(store)
-            self._round, self._locked = round_of(store), locked_steps_of(store)
+            if store.maker is UpdateMaker.LAST_WORKER:
+                self._round = round_of(store)
+            else:
+                self._locked = locked_steps_of(store)
         assert self._lender is not None, "there is a store"
-        corrects = optimizers.late.active  # late gradients, which a worker cannot do
-        if self._round is None and (self._locked is None or corrects):
-            return None
         return self._lender.lend(optimizers.updates[number])
 
     # ---- rounds ---------------------------------------------------------------------------------

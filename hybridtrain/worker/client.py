@@ -11,14 +11,13 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
-from hybridtrain.memory import Arena, Layout, Store
+from hybridtrain.memory import Arena, Layout, Store, UpdateMaker
 from hybridtrain.memory.arena import LentState, SharedState
 from hybridtrain.memory.scratch_file import Scratch, read
 from hybridtrain.monitoring.hang_detector import Heartbeat
@@ -62,7 +61,6 @@ from hybridtrain.protocol.messages import (
 )
 from hybridtrain.protocol.spans import Spans
 from hybridtrain.server.shared_parameters import (
-    locked_steps_of,
     made_store,
     round_of,
     step_log_of,
@@ -71,7 +69,7 @@ from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, Stepp
 from hybridtrain.worker.own_updates.logged_steps import LoggedSteps, StepWriter
 from hybridtrain.worker.own_updates.one_by_one import OwnUpdates
 from hybridtrain.worker.own_updates.own_steps import AT_ONCE, OwnSteps
-from hybridtrain.worker.own_updates.round_maker import PATIENCE_S, Bells, RoundMaker
+from hybridtrain.worker.own_updates.round_maker import Bells, RoundMaker
 from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
 from hybridtrain.worker.tickets import Tickets
 
@@ -127,7 +125,6 @@ class Client:
         self.maker: RoundMaker | None = None  # set where the last worker makes the update
         self.updates: OwnUpdates | None = None  # set where workers make updates one by one
         self.log: LoggedSteps | None = None  # set where such a run is recorded or replayed
-        self._noted = False  # the server may not have read this worker's last note yet
         self._arenas: dict[int, Arena] = {}  # lent by the server
         # Called repeatedly while this worker waits for its release; returns the seconds until the
         # next call, or ``None`` if it has nothing more to do.
@@ -176,9 +173,9 @@ class Client:
 
     # ---- parameters and steps -------------------------------------------------------------------
 
-    def share(self, layout: Layout, averaging: bool = False) -> Arena:
+    def share(self, layout: Layout, averaging: bool = False, meets: bool = False) -> Arena:
         """Map the arena of masters and rows; waits for all workers."""
-        return self._mapped(Share(layout, averaging, self.bells is not None))
+        return self._mapped(Share(layout, averaging, meets))
 
     def _mapped(self, request: Share | GetState) -> Arena:
         reply, fd = self._ask(request, Shared)
@@ -186,11 +183,12 @@ class Client:
         return Arena(fd, reply.n_bytes)
 
     def shared_store(
-        self, layout: Layout, requirements: Requirements, averaging: bool = False
+        self, layout: Layout, needs: Requirements, averaging: bool = False, meets: bool = True
     ) -> Store:
-        """Map the shared memory as a store; waits for all workers."""
-        arena, meets = self.share(layout, averaging), self.bells is not None
-        return made_store(layout, self.n_workers, requirements, averaging, arena, meets)
+        """Map the shared memory; ``meets``: the module permits updates without the server."""
+        meets = meets and self.bells is not None
+        arena = self.share(layout, averaging, meets)
+        return made_store(layout, self.n_workers, needs, averaging, arena, meets)
 
     def install(self, request: Install) -> None:
         """Send the optimizers; waits for all workers."""
@@ -226,31 +224,11 @@ class Client:
             push = replace(push, covers=covers) if covers else push
         undoing, n_covers = [undo] if undo is not None else [], len(push.covers)
         pending = PendingPush(then, undoing, push.draws, push.later, covers=n_covers)
-        if self.maker is not None and self._comes(self.maker, push):
+        if self.maker is not None and self.maker.come(push, self.version + 1, self.is_whole):
             pending.met = push
         else:
             self._send_push(push)
         self.offered = pending
-
-    def _comes(self, maker: RoundMaker, push: Push) -> bool:
-        """Arrive in the shared round, if possible; returns whether this worker has."""
-        number, log = self.version + 1, self.log
-        if log is not None:
-            if not self._may_make(log, push, number):
-                return maker.stay_away()
-            log.write(number)
-        came = maker.come(push, number, self.is_whole)
-        if log is not None and came:
-            log.made()
-        return came
-
-    def _may_make(self, log: LoggedSteps, push: Push, version: int) -> bool:
-        """Whether this worker may make the update of that version, and log it."""
-        log.take(push)
-        if self._noted or not log.has_room(version):
-            self.stats()  # first the server must read what is logged and noted so far
-            self._noted = False
-        return log.may_make()
 
     def make(self, step: Callable[[], object], push: Push, then: Taking) -> int:
         """Step the masters without asking the server, and report it later.
@@ -278,24 +256,11 @@ class Client:
             return False
         if self.unsettled is not None:  # until then the row and the parameters are in use
             self._await_offered()
-        if (log := self.log) is not None and not self._may_make(log, push, own.made.total + 1):
-            self.updates.borrowed.server_steps()
+        if not self.updates.make(push, lambda: self._count(own, push, lambda released: None)):
             return False
-
-        def count() -> None:
-            if log is not None:
-                log.write(own.made.total + 1)
-            self._count(own, push, lambda released: None)
-
-        if not self.updates.make(push, count):
-            return False
-        if log is not None:
-            log.made()
         self._tickets.most = AT_ONCE
         self._report_if_due(own)
         then(Released(self.version))
-        if log is not None:
-            log.goes_on()
         return True
 
     def push(self, push: Push) -> Released:
@@ -317,16 +282,17 @@ class Client:
         return version
 
     def meet(self, store: Store, optimizers: SteppedOptimizers) -> None:
-        """Make updates without the server from now on, where the store has room for it."""
-        borrowed = BorrowedUpdate(store, optimizers, self._borrow_flat)
-        shared, locked = round_of(store), locked_steps_of(store)
+        """Make updates without the server from now on, if :attr:`Store.maker` says so."""
         self.maker = self.updates = None
-        if self.log is None and (log := step_log_of(store)) is not None and log.is_on:
-            self.log = StepWriter(self.worker, store, log)
-        if shared is not None and self.bells is not None:
-            self.maker = RoundMaker(self.worker, shared, self.bells, borrowed)
-        if locked is not None:
-            self.updates = OwnUpdates(self.worker, store, locked, borrowed)
+        if not store.maker.borrows:
+            return
+        borrowed = BorrowedUpdate(store, optimizers, self._borrow_flat)
+        if self.log is None and (log := step_log_of(store)).is_on:
+            self.log = StepWriter(self.worker, store, log, self.stats)
+        if store.maker is UpdateMaker.ONE_BY_ONE:
+            self.updates = OwnUpdates(self.worker, store, borrowed, self.log)
+        elif self.bells is not None:
+            self.maker = RoundMaker(self.worker, round_of(store), self.bells, borrowed, self.log)
 
     def borrow(self, optimizer: int) -> SharedState:
         """The places of the optimizer's state."""
@@ -422,7 +388,8 @@ class Client:
     def note(self, note: Note) -> None:
         """Send a message that has no answer."""
         self.line.send(note)
-        self._noted = True
+        if self.log is not None:
+            self.log.noted()
 
     def call(self, call: ScheduleCall) -> None:
         """Record a call of a learning-rate schedule, which is sent before the next message."""
@@ -459,30 +426,13 @@ class Client:
 
     def await_release(self, then: Taking, push: PendingPush) -> None:
         """Wait for the release of an offered push; profiles time this."""
-        if push.met is not None and self._meets(push.met):
-            self._take(Released(self.version + 1), then, push)
-        else:
-            self._take(self._answer(Released, in_step=True)[0], then, push)
-
-    def _meets(self, push: Push) -> bool:
-        """Wait for the shared round; returns whether it was made. If not, sends the push."""
-        assert self.maker is not None, "it has arrived"
-        maker, number = self.maker, self.version + 1
-        until_s = time.monotonic() + PATIENCE_S
-        while not maker.shared.is_made(number):
-            if maker.shared.is_off(number):
-                break
-            if time.monotonic() > until_s or self._disturbed():
-                with suppress(BlockingIOError):
-                    if maker.leave(number, waits=False):
-                        break
-            maker.bells.wait(PATIENCE_S)
-        else:
-            if self.log is not None:
-                self.log.goes_on()
-            return True
-        self._send_push(push)
-        return False
+        released, number = None, self.version + 1
+        if push.met is not None and self.maker is not None:
+            if self.maker.is_made(number, self._disturbed):
+                released = Released(number)
+            else:
+                self._send_push(push.met)
+        self._take(released or self._answer(Released, in_step=True)[0], then, push)
 
     def hand_in(self) -> None:
         """This worker is about to stop: send the push with which it waits in a shared round."""

@@ -238,14 +238,9 @@ class _RepeatedSteps:
         self._rows: GradientRows | None = None
         self._print = 0
 
-    def take(self, push: Push) -> None:
+    def admits(self, push: Push, version: int) -> bool:
         self._rows = GradientRows.of(self._world.server.store, self._rows)
         self._print = checksum_of(push, self._number, self._rows)
-
-    def has_room(self, version: int) -> bool:
-        return True
-
-    def may_make(self) -> bool:
         return self._due(self._number) == MADE
 
     def write(self, version: int) -> None:
@@ -255,6 +250,9 @@ class _RepeatedSteps:
         self._world.line(self._number).say(MadePush(self._print))
 
     def goes_on(self) -> None:
+        pass
+
+    def noted(self) -> None:
         pass
 
     def tells(self, due: bool) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hybridtrain.memory import Layout, Store
+from hybridtrain.memory import Layout, Store, UpdateMaker
 from hybridtrain.worker.device import KINDS, Incoming, Outgoing, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.replica_cuda import CudaReplica
@@ -326,7 +326,10 @@ def test_what_came_of_an_earlier_update_comes_again(seed: int) -> None:
 
 
 def test_nothing_is_taken_where_masters_move_while_workers_compute() -> None:
-    for shape in ({"private_parameters": True}, {"private_parameters": False, "lock_free": True}):
+    for shape in (
+        {"private_parameters": True},
+        {"private_parameters": False, "maker": UpdateMaker.IN_PLACE},
+    ):
         update = Update(0, **shape)
         update.step(0.5, 8)
         assert not update.store.progress.watched

@@ -11,6 +11,7 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 
 from hybridtrain.exchanges import Exchange, Requirements
+from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.preflight.strategy_checks import Transport, check_parameters
@@ -80,12 +81,12 @@ class Session:
         self.saved, alone = SavedStates(client), requirements.steps_in_worker
         self._unseen = gradients_are_final(module.trainer)
         self.final = self._unseen and not alone
-        whole_rounds = requirements.whole_rounds and not alone
-        self.averages = not self.final and whole_rounds and client.n_workers > 1
+        self.averages = joint and not self.final
         narrow = None if self.averages else transport.dtype  # or the mean would be rounded, too
         sparse = sparse_slots(module, self._optimizers, self._number_of)
         layout = Layout.of(named, room_for(buffers), narrow, not self.written, sparse)
-        self._store = client.shared_store(layout, requirements, self.averages)
+        meets = self._may_meet(exchange)
+        self._store = client.shared_store(layout, requirements, self.averages, meets)
         self._publish()
         client.gather("initial parameters", None)
         self._store.refresh(client.worker)
@@ -99,6 +100,11 @@ class Session:
         self._gathered = Accumulation()
         self.steps: list[WorkerStep] = []
 
+    def _may_meet(self, exchange: Exchange) -> bool:
+        """Whether an update is one gradient, on the host, stepped by the user's only optimizer."""
+        host = self._parameters[0].device.type == "cpu" and codec_of(exchange) is None
+        return host and self._unseen and len(self._optimizers) == 1 and self._update.is_users
+
     def _chosen_by(self, exchange: Exchange) -> Stepping:
         """How this worker steps."""
         self._client.own = OwnSteps.of(self._client.worker, self._store)
@@ -111,7 +117,6 @@ class Session:
                 self.final,
                 self.written,
                 self._requirements.whole_rounds,
-                meets=len(self._optimizers) == 1 and self._update.is_users,
                 steps=lambda: self.steps,
             )
         )

@@ -52,7 +52,6 @@ class StepWays:
         unseen: nobody looks at gradients between backward and step.
         written: the module writes to its parameters, without an optimizer.
         whole_rounds: nobody computes while an update is applied.
-        meets: an update is one gradient of each worker, stepped by the user's only optimizer.
         steps: the worker's steps, when training has begun.
     """
 
@@ -63,7 +62,6 @@ class StepWays:
     unseen: bool
     written: bool
     whole_rounds: bool
-    meets: bool
     steps: Callable[[], Sequence[WorkerStep]]
 
     def hand_over_gradients(self, codec: Codec | None) -> Stepping:
@@ -74,8 +72,7 @@ class StepWays:
         place = self.parameters, self.store, client.worker
         replica = open_replica(*place, self.unseen, codec)
         client.meanwhile = replica.meanwhile
-        if self.unseen and self.meets and replica.meanwhile is None:
-            client.meet(self.store, lambda: [(s.optimizer, s.numbers) for s in self.steps()])
+        client.meet(self.store, lambda: [(s.optimizer, s.numbers) for s in self.steps()])
         return Stepping(replica, GradientStep)
 
     def write_to_masters(self, private_state: bool) -> Stepping:

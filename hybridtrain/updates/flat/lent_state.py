@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.memory import Arena, Layout, Store
+from hybridtrain.memory import Arena, Layout, Store, UpdateMaker
 from hybridtrain.memory.arena import LentState, Place
 from hybridtrain.updates.flat.chunks import StepCountGroup
 from hybridtrain.updates.flat.flat_update import FlatUpdate
@@ -75,9 +75,7 @@ class Lender:
     def lend(self, update: object) -> LentState | None:
         """The place of the state; ``None`` if it cannot be lent (before its first step)."""
         store = self._store
-        if not isinstance(update, FlatUpdate) or not may_be_lent(
-            store.layout, store.private_parameters
-        ):
+        if not isinstance(update, FlatUpdate):
             return None
         groups = update.count_groups.all
         if not groups or not all(map(update.is_settled, groups)):
@@ -138,12 +136,10 @@ def _addresses(group: StepCountGroup) -> dict[str, int]:
     return {name: figure.data_ptr() for name, figure in group.figures.items()}
 
 
-def may_be_lent(layout: Layout, alone: bool) -> bool:
-    """Whether the buffer is small enough for backups, and dense with one dtype.
-
-    ``alone``: workers make updates one by one.
-    """
-    size, most = layout.sizes.get(torch.float32, 0), LARGEST_ALONE if alone else LARGEST
+def may_be_lent(layout: Layout, maker: UpdateMaker) -> bool:
+    """Whether the buffer is small enough for backups, and dense with one dtype."""
+    most = LARGEST_ALONE if maker is UpdateMaker.ONE_BY_ONE else LARGEST
+    size = layout.sizes.get(torch.float32, 0)
     return len(layout.sizes) == 1 and 0 < size <= most and not layout.sparse
 
 

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from functools import partial
 
 from hybridtrain.memory import Store
-from hybridtrain.protocol.locked_steps import LockedSteps, Tried
+from hybridtrain.protocol.locked_steps import Tried
 from hybridtrain.protocol.messages import Clip, Push
+from hybridtrain.server.shared_parameters import locked_steps_of
 from hybridtrain.updates.base import Contribution
 from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, is_usual
+from hybridtrain.worker.own_updates.logged_steps import LoggedSteps
 
 _PATIENCE_S = 0.1  # for another worker's update; then the server makes this one
 
@@ -24,15 +26,16 @@ class OwnUpdates:
     Args:
         worker: its number.
         store: the shared rows.
-        locked: the lock and the count.
         borrowed: steps the masters.
+        log: of a run that is recorded or replayed.
     """
 
     def __init__(
-        self, worker: int, store: Store, locked: LockedSteps, borrowed: BorrowedUpdate
+        self, worker: int, store: Store, borrowed: BorrowedUpdate, log: LoggedSteps | None = None
     ) -> None:
-        self.borrowed = borrowed
-        self._locked, self._generation = locked, -1
+        assert store.made is not None, "steps are counted"
+        self.borrowed, self._log = borrowed, log
+        self._locked, self._made, self._generation = locked_steps_of(store), store.made, -1
         self._contribution = [Contribution(worker, 1.0)]
         own = store.copies[worker]
         self._copies = [(own[dtype], masters) for dtype, masters in store.masters.items()]
@@ -47,9 +50,12 @@ class OwnUpdates:
 
         Afterwards the worker's parameters are those of its update.
         """
-        borrowed = self.borrowed
+        borrowed, log = self.borrowed, self._log
         if push.members is not None:
             borrowed.begin()
+        if log is not None and not log.admits(push, self._made.total + 1):
+            borrowed.server_steps()
+            return False
         if not (is_usual(push) and self._is_ready() and borrowed.takes(push.groups)):
             borrowed.server_steps()
             return False
@@ -57,6 +63,9 @@ class OwnUpdates:
         if tried is Tried.OUTDATED:
             borrowed.give_up()
             tried = self._try(push, count) if self._is_ready() else Tried.LEFT
+        if log is not None and tried is Tried.MADE:
+            log.made()
+            log.goes_on()
         return tried is Tried.MADE
 
     def _is_ready(self) -> bool:
@@ -73,4 +82,6 @@ class OwnUpdates:
         self.borrowed.step(self._contribution, clip)
         for own, masters in self._copies:
             own.copy_(masters)
+        if self._log is not None:
+            self._log.write(self._made.total + 1)
         count()

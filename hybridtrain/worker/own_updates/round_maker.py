@@ -7,8 +7,10 @@ a round of the server the state may have been replaced, so workers request it ag
 from __future__ import annotations
 
 import pickle
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from hybridtrain.protocol.messages import Clip, Push
@@ -16,6 +18,7 @@ from hybridtrain.protocol.shared_round import Arrival, Met, SharedRound
 from hybridtrain.updates.base import Contribution
 from hybridtrain.updates.groups import Groups
 from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, is_usual
+from hybridtrain.worker.own_updates.logged_steps import LoggedSteps
 
 PATIENCE_S = 0.1  # then the server makes the round, so that it knows who waits for whom
 
@@ -40,14 +43,20 @@ class RoundMaker:
         shared: the round.
         bells: wake the other workers.
         borrowed: steps the masters.
+        log: of a run that is recorded or replayed.
     """
 
     def __init__(
-        self, worker: int, shared: SharedRound, bells: Bells, borrowed: BorrowedUpdate
+        self,
+        worker: int,
+        shared: SharedRound,
+        bells: Bells,
+        borrowed: BorrowedUpdate,
+        log: LoggedSteps | None = None,
     ) -> None:
         self.optimizer = 0  # the number of the only one
         self.shared, self.bells = shared, bells
-        self.borrowed = borrowed
+        self.borrowed, self._log = borrowed, log
         self._worker = worker
         self._weights: Sequence[float] = ()
         self._contributions: list[Contribution] = []
@@ -63,7 +72,9 @@ class RoundMaker:
         self._settle()
         borrowed = self.borrowed
         if borrowed.never or not self.shared.may_come(number):
-            return self.stay_away()
+            return self._stay_away()
+        if self._log is not None and not self._log.admits(push, number):
+            return self._stay_away()
         if not (whole and is_usual(push) and borrowed.ready() and self._takes(push)):
             borrowed.server_steps()
             self.leave(number)
@@ -75,16 +86,19 @@ class RoundMaker:
         if self.shared.is_first(number):
             borrowed.lent.keep()
         arrival = Arrival(push.weight, samples, token)
+        if self._log is not None:
+            self._log.write(number)
         met = self.shared.come(self._worker, number, arrival, self._step)
         if met is Met.CALLED_OFF:
             self.leave(number)
         elif met is Met.MADE:
             self.bells.ring()
+        if self._log is not None and met is not Met.CALLED_OFF:
+            self._log.made()
         return met is not Met.CALLED_OFF
 
-    def stay_away(self) -> bool:
+    def _stay_away(self) -> bool:
         """The server makes this round, and may replace the state; returns False."""
-        self._settle()
         self.borrowed.give_up()
         self.borrowed.server_steps()
         return False
@@ -95,6 +109,21 @@ class RoundMaker:
         if takes and push.groups is not None:
             self._coming = push.groups
         return takes
+
+    def is_made(self, number: int, disturbed: Callable[[], bool]) -> bool:
+        """Wait for the round, after arriving; False: it is left to the server."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not self.shared.is_made(number):
+            if self.shared.is_off(number):
+                return False
+            if time.monotonic() > until_s or disturbed():
+                with suppress(BlockingIOError):
+                    if self.leave(number, waits=False):
+                        return False
+            self.bells.wait(PATIENCE_S)
+        if self._log is not None:
+            self._log.goes_on()
+        return True
 
     def leave(self, number: int, waits: bool = True) -> bool:
         """Leave this round to the server and wake the others; False if it is made already.

@@ -93,7 +93,7 @@ def test_workers_in_lock_step_ring_once_for_each_other_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Who comes last makes the update; nothing is sent."""
-    monkeypatch.setattr("hybridtrain.worker.client.PATIENCE_S", 60.0)
+    monkeypatch.setattr("hybridtrain.worker.own_updates.round_maker.PATIENCE_S", 60.0)
     found = counted(HybridStrategy("hybrid"), 3, 240, tmp_path, range(5, 16))
     assert [each for each in found if each not in ({}, {"bells": 2})] == []
 

@@ -29,7 +29,7 @@ STEPS = 20  # of an epoch
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: Any) -> None:
     """No round is called off because this machine is slow."""
-    monkeypatch.setattr("hybridtrain.worker.client.PATIENCE_S", 5.0)
+    monkeypatch.setattr("hybridtrain.worker.own_updates.round_maker.PATIENCE_S", 5.0)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ class Slow(pl.Callback):
 def test_who_is_late_is_waited_for_by_the_server(
     monkeypatch: pytest.MonkeyPatch, messages: Counter[str]
 ) -> None:
-    monkeypatch.setattr("hybridtrain.worker.client.PATIENCE_S", 0.1)
+    monkeypatch.setattr("hybridtrain.worker.own_updates.round_maker.PATIENCE_S", 0.1)
     late = trained(callbacks=[Slow()])
     assert messages["Push"] >= 6
     usual = trained()
