@@ -21,7 +21,7 @@ class Claim:
     """What one worker of a strategy has in common with one device.
 
     ``only``: names that are compared, where not all are; ``but``: names that are not; ``why``.
-    ``themes``: of the cases that are compared at all; none: of all.
+    ``themes``: of the cases that are compared at all; none: of all. ``without``: not these.
     """
 
     expect: Grade = Grade.BITWISE
@@ -29,6 +29,7 @@ class Claim:
     why: str = ""
     only: tuple[str, ...] = ()
     themes: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 # The shared queue has no length.
@@ -48,13 +49,28 @@ CLAIMS: dict[str, Claim] = {
         ("k_batch_sync", "k_batch_async", "softsync"),
         Claim(but=_QUEUE, why=f"one mini-batch makes an update; {_LENGTH}"),
     ),
-    **dict.fromkeys(("local_sgd", "post_local_sgd"), Claim(Grade.ROUNDING, _MASTERS, _OWN)),
+    "local_sgd": Claim(
+        Grade.ROUNDING,
+        _MASTERS,
+        f"{_OWN}; a validation or checkpoint within an epoch sees the masters of the last exchange",
+        without=(
+            "callbacks/ModelCheckpoint, every four steps",
+            "loops/val_check_interval, a number",
+        ),
+    ),
+    "post_local_sgd": Claim(Grade.ROUNDING, _MASTERS, _OWN),
     "downpour": Claim(Grade.ROUNDING, (*_QUEUE, *_MASTERS), f"{_LENGTH}; {_OWN}"),
     **dict.fromkeys(
         ("diloco", "streaming_diloco"),
         Claim(why=f"an outer momentum; {_STEPS}", only=_SCHEDULES, themes=("schedulers",)),
     ),
     "easgd": Claim(why=f"a force to the centre; {_STEPS}", only=_SCHEDULES, themes=("schedulers",)),
+    "sign_sgd": Claim(
+        why="the optimizer gets the signs of the gradient", only=_SCHEDULES, themes=("schedulers",)
+    ),
+    "power_sgd": Claim(
+        why="the optimizer gets a gradient of rank 4", only=_SCHEDULES, themes=("schedulers",)
+    ),
     "async_diloco": Claim(
         why=f"an outer momentum; {_STEPS}", only=_SCHEDULES, themes=("schedulers",)
     ),
@@ -94,8 +110,8 @@ def _ended(ours: str | None, theirs: str | None) -> str:
 
 def compared(case: Case, strategy: str) -> bool:
     """Whether there is anything to compare."""
-    themes = CLAIMS[strategy].themes
-    return not themes or case.theme in themes
+    claim = CLAIMS[strategy]
+    return case.id not in claim.without and (not claim.themes or case.theme in claim.themes)
 
 
 def allowed(case: Case, strategy: str) -> Grade:
