@@ -85,7 +85,7 @@ CASES = [
     ("optimizer.lr=-1", ["torch.optim.Adam refused", "-1"]),
     ("model.channels=3", ["must be a list"]),
     ("seed=lucky", ["seed=lucky", "whole number"]),
-    ("data.batch_size=0", ["data.batch_size=0", "at least 1"]),
+    ("data.batch_size=0", ["data.batch_size=0", "from 1 on"]),
     ("model._target_=nowhere.Module", ["no module 'nowhere'"]),
     ("model._target_=torch.nn.NoSuch", ["torch.nn.NoSuch", "cannot be imported"]),
     ("model._target_=torch.nn.Linear", ["also needs model.in_features"]),

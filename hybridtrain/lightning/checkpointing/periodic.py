@@ -112,6 +112,7 @@ class PeriodicCheckpoint(Checkpoint):
         context = context_if_ours(trainer)
         if context is not None and context.recording is not None:
             self._saved += 1
+            context.client.settle()  # in the record the note follows the step
             context.client.note(
                 Described({f"{self.state_key} {self._saved}": {"batch": self._batches}})
             )

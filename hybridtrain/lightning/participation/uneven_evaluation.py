@@ -98,15 +98,9 @@ class UnevenEvaluation:
             set_evaluation_batches(self._loop, self._shown)
 
     def _sharing(self) -> tuple[int, ...]:
-        """The workers that share the samples.
-
-        All agree on them where workers may be lost, except in lock-step under ``restart``, where
-        the others wait for the new process.
-        """
-        client, context = self._client, context_of(self._trainer)
-        choice, whole_rounds = context.on_failure.choice, context.requirements.whole_rounds
-        waits = choice == "stop" or (choice == "restart" and whole_rounds)
-        if client.n_workers == 1 or client.solo or waits:
+        """The workers that share the samples; all agree on them if workers may be lost for good."""
+        client, choice = self._client, context_of(self._trainer).on_failure.choice
+        if client.n_workers == 1 or client.solo or choice != "continue":
             return client.there
         client.gather("who evaluates", None)
         return client.met
