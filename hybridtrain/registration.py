@@ -33,8 +33,6 @@ DESCRIPTIONS = {
     "ssp": "parameters in host memory; nobody is more than a few steps ahead of the slowest",
     "grace": "parameters in host memory; apply each gradient, go on with who comes shortly behind",
     "switch": "parameters in host memory; as hybrid until the loss stops falling, then as async",
-    "sign_sgd": "parameters in host memory; as hybrid, with the sign most gradients have",
-    "power_sgd": "parameters in host memory; as hybrid, a gradient travels as two narrow matrices",
     "hogwild": "parameters in host memory; workers step them themselves, without a lock",
     "local_sgd": "parameters in host memory; workers train on their own, and average now and then",
     "downpour": "parameters in host memory; workers train on their own, push and fetch, never wait",
@@ -43,6 +41,8 @@ DESCRIPTIONS = {
     "diloco": "parameters in host memory; as local_sgd, with an outer Nesterov momentum",
     "streaming_diloco": "parameters in host memory; as diloco, one fragment of them at a time",
     "async_diloco": "parameters in host memory; as diloco, but only those wait who come together",
+    "sign_sgd": "parameters in host memory; as hybrid, with the sign most gradients have",
+    "power_sgd": "parameters in host memory; as hybrid, a gradient travels as two narrow matrices",
 }
 
 

@@ -93,6 +93,7 @@ class Absence:
         self.stopping = Stopping(trainer, client, requirements.whole_rounds)
         self.uncounted: Uncounted | None = None  # where a contribution may not count
         self._has_had_some = False  # in this epoch
+        self._had_some_before = False  # the mini-batches that may be dropped
         self._sits_out = False
         self._to_come: list[str] = []  # meetings left in which workers wait that skip this step
         self.passed = False  # the last iteration had no mini-batch that counted
@@ -122,6 +123,7 @@ class Absence:
         self.passed = False
         if self.uncounted is not None and not self._loaders.under_way:
             self.uncounted.keep()
+            self._had_some_before = self._has_had_some
         ready = self._loop.batch_progress.current.ready
         try:
             proceed(fetcher)
@@ -278,6 +280,7 @@ class Absence:
         assert self.uncounted is not None, "it raised DoesNotCount"
         self.passed = True
         self.uncounted.put_back()
+        self._has_had_some = self._had_some_before
         forget_batch(self._trainer, and_its_size=True)
         self._client.heartbeat.beat(Doing.BETWEEN)
         self._schedule()
