@@ -96,6 +96,8 @@ class UpdateCount:
         """Count up to ``version``, which is that of this worker's parameters."""
         set_global_step(self._trainer, version)
         self._client.version = version
+        if not self._counted:  # the row of the step has this number, too
+            self._made = max(self._made, version)
         self._catch_up()
         self._number_rows()
 
