@@ -54,13 +54,9 @@ from hybridtrain.cli.sweep import job_process
 from hybridtrain.cli.telemetry import summary
 from hybridtrain.cli.telemetry.monitor import RunMonitor, up_to_date
 from hybridtrain.cli.telemetry.summary import best_checkpoint, has_validated, logged, metrics_of
+from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
 from hybridtrain.cli.validation.config_checks import check_config
-from hybridtrain.cli.validation.host_checks import (
-    check_checkpoint,
-    check_directory,
-    check_machine,
-    refusal_of,
-)
+from hybridtrain.cli.validation.host_checks import check_directory, check_machine, refusal_of
 from hybridtrain.cli.validation.target_checks import check_targets, made
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain.cli.run import keeping_whole
-from hybridtrain.cli.validation.host_checks import check_checkpoint
+from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
 from hybridtrain.lightning.checkpointing.checkpoint_content import restore_or_refuse
 from tests.cli.tiny import TinyData, TinyModule
 from tests.fuzzing.mutations import EXTREMES, damaged, faults, swapped

@@ -5,19 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-import zipfile
-from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-import pytorch_lightning as pl
-import torch
 from omegaconf import DictConfig, ListConfig
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
-from hybridtrain.util.files import check_input, fault_of
 
 _WRITTEN = (".yaml", ".json", ".csv", ".log")
 
@@ -125,77 +118,3 @@ def check_owner(path: Path, purpose: str) -> None:
             f"{purpose}: {path} can be written by everybody, and names the code that would be run; "
             f"if you trust it, say chmod o-w {path}"
         )
-
-
-# ---- check, before any process starts, that the model can resume from a checkpoint --------------
-# It is loaded with ``weights_only=True``: tensors and plain containers, no code.
-
-
-def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = True) -> int:
-    """Check the checkpoint; returns its ``global_step``, 0: unknown.
-
-    Args:
-        resumes: training resumes from it, which needs more than weights.
-
-    Raises:
-        UserError: unless ``path`` is an undamaged Lightning checkpoint of ``module``.
-    """
-    content = _load(path)
-    weights = content.get("state_dict") if isinstance(content, Mapping) else None
-    if isinstance(weights, Mapping):
-        _check_parameters(path, weights, module)
-    check_content(content, f"ckpt={path}", resumes)
-    return int(content.get("global_step", 0))
-
-
-def _load(path: Path) -> Any:
-    check_input(path, "the checkpoint ckpt=")
-    zipped = zipfile.is_zipfile(path)  # older ones are not, and have no checksums
-    if zipped and (fault := fault_of(path)) is not None:
-        raise UserError(f"ckpt={path}: the file is corrupt: {fault}; choose another, or ckpt=last")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # readers of damaged files raise exceptions of any type
-        if zipped:
-            raise UserError(
-                f"ckpt={path}: it contains code or objects besides tensors and plain containers, "
-                f"and loading those would run them ({_unsafe(error)}); it was not loaded"
-            ) from None
-        raise UserError(
-            f"ckpt={path}: the file is corrupt or no checkpoint "
-            f"({type(error).__name__}); choose another"
-        ) from None
-
-
-def _unsafe(error: Exception) -> str:
-    for line in str(error).splitlines():
-        if "GLOBAL" in line or "Unsupported" in line:
-            return line.strip().removeprefix("WeightsUnpickler error:").strip()[:120]
-    return type(error).__name__
-
-
-def _check_parameters(path: Path, found: Mapping[str, Any], module: pl.LightningModule) -> None:
-    wanted = module.state_dict()
-    if not wanted or not module.strict_loading:
-        return  # built later (configure_model), or not strict
-    problems = [f"it lacks {x}" for x in wanted if x not in found]
-    problems += [f"it has an unknown {x}" for x in found if x not in wanted]
-    problems += [
-        f"{x} has {_kind(found[x])} instead of {_kind(value)}"
-        for x, value in wanted.items()
-        if x in found and isinstance(value, torch.Tensor) and _kind(found[x]) != _kind(value)
-    ]
-    if problems:
-        more = f", and {len(problems) - 2} more differences" if len(problems) > 2 else ""
-        raise UserError(
-            f"ckpt={path}: this is a checkpoint of another model: {'; '.join(problems[:2])}{more}; "
-            "give the model and task options it was trained with"
-        )
-
-
-def _kind(value: Any) -> str:
-    """Type, shape and dtype in words; all floating-point dtypes are the same."""
-    if not isinstance(value, torch.Tensor):
-        return f"type {type(value).__name__}"
-    numbers = "" if value.is_floating_point() else f" of {value.dtype}"
-    return f"shape {tuple(value.shape)}{numbers}"
