@@ -11,6 +11,7 @@ import torch
 
 from hybridtrain.memory import Layout
 from hybridtrain.memory.arena import LentState
+from hybridtrain.memory.store import UpdateMaker
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.flat import lent_state
 from hybridtrain.updates.flat.lent_state import Lender, LentFlatUpdate, borrow, may_be_lent
@@ -98,25 +99,22 @@ def test_what_is_not_for_workers_is_not_lent(monkeypatch: pytest.MonkeyPatch) ->
     assert Lender(never.store).lend(never.update) is None, "it has no state yet"
     pair, _ = stepped()
     assert Lender(pair.store).lend(object()) is None, "of a kind without a flat pass"
-    assert may_be_lent(pair.store.layout, alone=False)
+    assert may_be_lent(pair.store.layout, UpdateMaker.LAST_WORKER)
     monkeypatch.setattr(lent_state, "LARGEST_ALONE", 0)
-    assert not may_be_lent(pair.store.layout, alone=True)
+    assert not may_be_lent(pair.store.layout, UpdateMaker.ONE_BY_ONE)
     monkeypatch.setattr(lent_state, "LARGEST", pair.store.layout.sizes[torch.float32] - 1)
-    assert (
-        not may_be_lent(pair.store.layout, alone=False)
-        and Lender(pair.store).lend(pair.update) is None
-    )
+    assert not may_be_lent(pair.store.layout, UpdateMaker.LAST_WORKER)
 
 
 def test_one_buffer_of_dense_float32_may_be_lent() -> None:
     def layout(*dtypes: torch.dtype) -> Layout:
         return Layout.of((f"p{n}", torch.zeros(8, dtype=dtype)) for n, dtype in enumerate(dtypes))
 
-    assert may_be_lent(layout(torch.float32, torch.float32), alone=False)
-    assert not may_be_lent(layout(torch.float64), alone=True)
-    assert not may_be_lent(layout(torch.float32, torch.bfloat16), alone=True)
+    assert may_be_lent(layout(torch.float32, torch.float32), UpdateMaker.LAST_WORKER)
+    assert not may_be_lent(layout(torch.float64), UpdateMaker.ONE_BY_ONE)
+    assert not may_be_lent(layout(torch.float32, torch.bfloat16), UpdateMaker.ONE_BY_ONE)
     assert not may_be_lent(
-        dataclasses.replace(layout(torch.float32), sparse=frozenset([0])), alone=True
+        dataclasses.replace(layout(torch.float32), sparse=frozenset([0])), UpdateMaker.ONE_BY_ONE
     )
 
 
