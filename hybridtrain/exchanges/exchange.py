@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -70,13 +70,6 @@ def merged(
         UserError: if it returns anything else than gradients in the parameters' shapes.
     """
     name = type(rule).__name__
-    if len(parts) < rule.least:
-        warnings.warn(
-            f"update={name} merges at least {rule.least} contributions; an update at the end of an "
-            f"epoch has {len(parts)}, and is their mean",
-            stacklevel=2,
-        )
-        return [_mean(each, parts) for each in zip(*(p.gradients for p in parts), strict=True)]
     made = list(rule.merge(parts))
     if len(made) != len(parameters):
         raise UserError(
@@ -93,12 +86,16 @@ def merged(
     return made
 
 
-def _mean(
-    gradients: Sequence[torch.Tensor | None], parts: Sequence[WorkerGradients]
-) -> torch.Tensor | None:
-    """Of one parameter, weighted by samples, as without a rule."""
-    each = [g * part.weight for g, part in zip(gradients, parts, strict=True) if g is not None]
-    return torch.stack(each).sum(0) if each else None
+def merges(rule: MergeRule | None, contributions: int) -> TypeGuard[MergeRule]:
+    """Whether the rule merges an update of so many contributions; if not, their mean is taken."""
+    if rule is None or contributions >= rule.least:
+        return rule is not None
+    warnings.warn(
+        f"update={type(rule).__name__} merges at least {rule.least} contributions; an update at "
+        f"the end of an epoch has {contributions}, and is their mean",
+        stacklevel=2,
+    )
+    return False
 
 
 def check_rule(rule: MergeRule, policy: object, gathers: int, holds: bool) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from hybridtrain.exchanges.exchange import MergeRule, WorkerGradients, merged
+from hybridtrain.exchanges.exchange import MergeRule, WorkerGradients, merged, merges
 from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Pushed, Release, Waiting
@@ -114,7 +114,7 @@ def average(
     shares = {w: request.weight / total for w, request in asked.items() if request.weight > 0}
     absent = [set(asked[worker].absent) for worker in shares]
     missing = tuple(sorted(set.intersection(*absent))) if absent else ()
-    if rule is not None and shares:
+    if shares and merges(rule, len(shares)):
         return Averaged(_merge_by_rule(rule, asked, shares, store))
     if any(asked[worker].packed for worker in shares):
         return Averaged(missing, _average_one_by_one(asked, shares, store))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.exchanges.exchange import MergeRule, WorkerGradients, merged
+from hybridtrain.exchanges.exchange import MergeRule, WorkerGradients, merged, merges
 from hybridtrain.memory import Rows, Store, unpack
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.base import (
@@ -96,9 +96,11 @@ class PerTensorUpdate(Update):
         return {number: gradient.indices()[0].numpy() for number, gradient in found.items()}
 
     def _gradients(self, contributions: Sequence[Contribution]) -> Iterable[torch.Tensor | None]:
-        if self.merge is None or any(each.merged for each in contributions):
-            return (self._mean(index, contributions) for index in range(len(self._parameters)))
-        return merged(self.merge, [self._part(each) for each in contributions], self._parameters)
+        apart = not any(each.merged for each in contributions)
+        if apart and merges(self.merge, len(contributions)):
+            parts = [self._part(each) for each in contributions]
+            return merged(self.merge, parts, self._parameters)
+        return (self._mean(index, contributions) for index in range(len(self._parameters)))
 
     def _part(self, contribution: Contribution) -> WorkerGradients:
         """Copies, dense and in the parameters' dtypes."""

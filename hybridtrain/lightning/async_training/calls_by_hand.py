@@ -89,13 +89,14 @@ class CallsByHand:
         """Leave the calls for updates up to now to other workers."""
         self._seen = self._client.version
 
-    def find_due(self, batches: float) -> None:
+    def find_due(self, count_batches: Callable[[], float]) -> None:
         """Find the updates, since this worker's last mini-batch, for which it may call.
 
-        ``batches``: of the epoch.
+        ``count_batches``: returns the number of the epoch's mini-batches.
         """
         if not self._due:
             return
+        batches = count_batches()
         self._client.settle()
         before, now = self._seen, self._client.version
         for due in self._due.values():

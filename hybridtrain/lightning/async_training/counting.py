@@ -131,7 +131,7 @@ class UpdateCount:
             return
         if interval == "epoch" or not self._absence.passed:
             if interval == "step" and not accumulates(self._trainer):
-                self.by_hand.find_due(self._batches())
+                self.by_hand.find_due(self._batches)
             proceed(interval, update_plateau_schedulers)
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True
