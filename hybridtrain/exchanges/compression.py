@@ -1,4 +1,4 @@
-"""What a worker hands over, in fewer bytes: whole numbers with a scale, or the largest elements.
+"""Gradients and movements in fewer bytes: as whole numbers with a scale, or the largest elements.
 
 A codec encodes one parameter; a compressor does so for one worker and one optimizer, and remembers
 what rounding has left out (error feedback).
@@ -102,7 +102,7 @@ class Codec(Protocol):
 
     @property
     def error_decay(self) -> float | None:
-        """What is left out now is added to the next movement, times this; ``None``: it is lost."""
+        """The error times this is added to the next tensor; ``None``: the error is lost."""
         ...
 
     def n_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -119,7 +119,7 @@ class Codec(Protocol):
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
-    """What is reckoned in, scales included, for a parameter of this dtype."""
+    """The dtype of scales and of the arithmetic, for a parameter of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -255,7 +255,7 @@ def int4(chunk: Positive = PLACES, error_decay: Share | None = 1.0) -> Integers:
 
 
 def codec_of(exchange: object) -> Codec | None:
-    """What encodes that which workers hand over, if anything does."""
+    """The codec of an exchange; ``None``: workers hand over tensors as they are."""
     return getattr(exchange, "compress", None)
 
 
@@ -293,10 +293,10 @@ SMALL = 4096  # elements: below that, a parameter shares its chunks with others
 
 
 class Compressor:
-    """Of one worker and one optimizer.
+    """Encodes the parameters of one worker's optimizer, and keeps their errors.
 
     Args:
-        codec: what encodes; ``None``: everything travels as it is.
+        codec: encodes one tensor; ``None``: tensors travel as they are.
     """
 
     def __init__(self, codec: Codec | None) -> None:
@@ -306,10 +306,10 @@ class Compressor:
     def offer(
         self, values: Sequence[torch.Tensor | None], weight: float, fetch: bool = True
     ) -> Offer:
-        """What leaves the worker.
+        """The offer of these tensors, encoded.
 
-        What has no weight is not encoded, for it would be lost; nor is what is not finite, so that
-        it is judged as it is without a codec, and leaves no trace in what is kept.
+        An offer without weight is not encoded, because its error would be lost. Tensors that are
+        not finite are not, either: they are judged as without a codec, and leave no error behind.
         """
         given = {n: value for n, value in enumerate(values) if value is not None}
         encoded = self.encode(given) if weight > 0 else None
@@ -345,14 +345,14 @@ class Compressor:
         return encoded
 
     def _due(self, codec: Codec, number: int, flat: torch.Tensor) -> torch.Tensor:
-        """What would travel if all could; not the value's own memory if something will be left."""
+        """The tensor and its earlier error: (n,), new memory if an error will be kept."""
         left, decay = self._left.get(number), codec.error_decay
         if left is not None and decay is not None:
             return left.mul_(decay).add_(flat)
         return flat.to(working(flat.dtype), copy=decay is not None)
 
     def state(self) -> dict[int, torch.Tensor]:
-        """What is left of each parameter, 1-D, by its place in the optimizer."""
+        """The errors, each (n,), by the parameter's place in the optimizer."""
         return {number: left.clone() for number, left in self._left.items()}
 
     def load_state(self, state: Mapping[int, torch.Tensor]) -> None:

@@ -133,7 +133,7 @@ OWN = (RESIDUALS, "samples", "sums")  # in it, too, and nothing that another wor
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What leaves a worker.
+    """The tensors that a worker hands over.
 
     ``values``: one for each parameter of the optimizer, in its shape, or ``None`` where there is
     nothing; ``weight``: what it counts for, in samples; ``fetch``: the worker wants the newest
@@ -182,7 +182,7 @@ class Local(Protocol):
 
     @property
     def gradients(self) -> Sequence[torch.Tensor | None]:
-        """Of the mini-batches since the last step."""
+        """The gradients of the mini-batches since the last step."""
         ...
 
     @property
@@ -269,7 +269,7 @@ class LocalExchange(Exchange, Protocol):
 
     @property
     def owes(self) -> bool:
-        """Whether steps have been made that nothing has been handed over of."""
+        """Whether the worker has made steps since it last handed something over."""
         ...
 
     def step(self, local: Local) -> Leaving:
@@ -294,7 +294,7 @@ class LocalExchange(Exchange, Protocol):
     def state(self) -> dict[str, Any]:
         """The worker's state for a checkpoint, also between two exchanges.
 
-        What nobody else could go on with lies under the names of ``OWN``.
+        The part that is of no use to another worker lies under the names of ``OWN``.
         """
         ...
 

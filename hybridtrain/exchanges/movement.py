@@ -59,7 +59,7 @@ class Fixed:
         return self.lengths[0 if self.said is None else local.worker]
 
     def state(self) -> dict[str, Any]:
-        """What it remembers."""
+        """Nothing is kept for a checkpoint."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Later:
         return self.then
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
-        """It is the same for all."""
+        """Every number of workers will do."""
 
     def length(self, local: Local) -> int:
         now = self.then if self._over else self.first

@@ -86,7 +86,7 @@ class Requirements:
 
     @property
     def maker(self) -> UpdateMaker:
-        """Who makes the updates, unless parameters or code stand against it (then the server)."""
+        """The part that makes the updates, unless parameters or user code rule it out."""
         if self.in_place:
             return UpdateMaker.IN_PLACE
         if self.everyone:

@@ -61,10 +61,10 @@ def check_tensors(n_tensors: int, number: int) -> None:
 
 
 def check_fragments(every: int, number: int, overlap: int) -> None:
-    """What makes sense without knowing the parameters.
+    """Check the options that need no parameters.
 
     Raises:
-        UserError: naming what does not.
+        UserError: naming the option that makes no sense.
     """
     if number > every:
         raise UserError(

@@ -39,8 +39,8 @@ from hybridtrain.util.option_types import (
 )
 
 # ---- types and ranges of the configuration's keys -----------------------------------------------
-# Those of strategies are in :mod:`hybridtrain.options.strategy_arguments`; the classes of models,
-# data, optimizers, callbacks and loggers declare theirs in their signatures.
+# :mod:`hybridtrain.options.strategy_arguments` has the types of a strategy's keys; the classes of
+# models, data, optimizers, callbacks and loggers declare theirs in their signatures.
 
 Group = Mapping[str, Any]
 Parts = Mapping[str, Mapping[str, Any] | None]  # by name; null removes one

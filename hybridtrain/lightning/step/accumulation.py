@@ -1,4 +1,4 @@
-"""What gradients count for that add up until the next step."""
+"""The weight of gradients that add up until the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recorded run keeps of updates that its worker makes, and how a replay repeats them."""
+"""The log of updates that a worker makes in a recorded run; a replay repeats them."""
 
 from __future__ import annotations
 

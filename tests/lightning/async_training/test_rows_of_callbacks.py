@@ -68,13 +68,6 @@ class ByHand(Manual, Scheduled):
     """The same, without a step of the schedule."""
 
 
-CELLS = [
-    (name, workers, kind)
-    for name in strategies.ALL
-    for workers in (1, 2, 3)
-    for kind in strategies.kinds(name, workers)
-    if kind in ("automatic", "accumulating", "manual")
-]
 CHOSEN = [
     ("async", 3, "automatic"),
     ("hogwild", 2, "manual"),
@@ -91,7 +84,7 @@ def due(begins: Sequence[int]) -> list[int]:
     return [b for a, b in zip(before, begins, strict=True) if (b + 1) // EVERY > (a + 1) // EVERY]
 
 
-@pytest.mark.parametrize(("strategy", "workers", "kind"), by_default(CELLS, *CHOSEN))
+@pytest.mark.parametrize(("strategy", "workers", "kind"), by_default(strategies.cells(), *CHOSEN))
 def test_the_learning_rate_is_logged_at_every_multiple(
     strategy: str, workers: int, kind: str, tmp_path: Path
 ) -> None:

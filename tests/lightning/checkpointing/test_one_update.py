@@ -16,13 +16,6 @@ from tests.lightning.metamorphic import strategies
 from tests.lightning.toys import Regression, fit
 from tests.picking import by_default
 
-CELLS = [
-    (name, workers, kind)
-    for name in strategies.ALL
-    for workers in (1, 2, 3)
-    for kind in strategies.kinds(name, workers)
-    if kind in ("automatic", "accumulating", "manual")
-]
 CHOSEN = [
     ("async", 2, "automatic"),
     ("hogwild", 3, "manual"),
@@ -64,7 +57,7 @@ class Scheduled(Regression):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-@pytest.mark.parametrize(("strategy", "workers", "kind"), by_default(CELLS, *CHOSEN))
+@pytest.mark.parametrize(("strategy", "workers", "kind"), by_default(strategies.cells(), *CHOSEN))
 def test_what_a_checkpoint_is_named_and_what_it_holds_agree(
     strategy: str, workers: int, kind: str, tmp_path: Path
 ) -> None:

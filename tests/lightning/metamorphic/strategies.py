@@ -74,6 +74,17 @@ def kinds(name: str, workers: int) -> tuple[str, ...]:
     return tuple(found)
 
 
+def cells() -> list[tuple[str, int, str]]:
+    """Every strategy with 1, 2, 3 workers, and one optimizer that is stepped each way."""
+    return [
+        (name, workers, kind)
+        for name in ALL
+        for workers in (1, 2, 3)
+        for kind in kinds(name, workers)
+        if kind in ("automatic", "accumulating", "manual")
+    ]
+
+
 def repeats(name: str, workers: int) -> bool:
     """Whether two runs are the same to the bit."""
     return workers == 1 or name in _LOCK_STEP
