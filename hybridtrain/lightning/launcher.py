@@ -196,10 +196,8 @@ def world_of(
 def may_meet(strategy: HybridStrategy) -> bool:
     """Whether workers may make updates without the server."""
     maker = strategy.requirements.maker
-    # When a worker one by one borrows the server's state is not in a record.
-    watched = strategy.correction is not None or strategy.recording is not None
-    seen = maker is UpdateMaker.ONE_BY_ONE and watched
-    return maker.borrows and not (seen or strategy.faults.in_updates)
+    corrects = maker is UpdateMaker.ONE_BY_ONE and strategy.correction is not None
+    return maker.borrows and not (corrects or strategy.faults.in_updates)
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:

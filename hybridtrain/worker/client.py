@@ -60,11 +60,7 @@ from hybridtrain.protocol.messages import (
     Writes,
 )
 from hybridtrain.protocol.spans import Spans
-from hybridtrain.server.shared_parameters import (
-    made_store,
-    round_of,
-    step_log_of,
-)
+from hybridtrain.server.shared_parameters import made_store, round_of, step_log_of
 from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, SteppedOptimizers
 from hybridtrain.worker.own_updates.logged_steps import LoggedSteps, StepWriter
 from hybridtrain.worker.own_updates.one_by_one import OwnUpdates
@@ -400,7 +396,7 @@ class Client:
 
     def settle(self) -> None:
         """Report all steps, and wait for the release of an offered push."""
-        if self.own is not None and self.own.untold:
+        if self.own is not None and self.own.untold and self._reports(due=True):
             self._report_steps(self.own, ())
         self._await_offered()
 
@@ -480,13 +476,16 @@ class Client:
             self.own.asked(push.covers if released.counted else 0, released.version)
 
     def _report_if_due(self, own: OwnSteps) -> None:
-        due, log = not own.may_wait, self.log
-        if self._tickets.wanted or (due if log is None else log.tells(due)):
+        if self._tickets.wanted or self._reports(due=not own.may_wait):
             self._receive_all()
             if self.offered is None or own.must_tell:
                 self._report_steps(own, self._tickets.ask())
-            if log is not None:  # a replay repeats which mini-batches were drawn by then
+            if self.log is not None:  # a replay repeats which mini-batches were drawn by then
                 self._await_offered()
+
+    def _reports(self, due: bool) -> bool:
+        """Whether to report steps now, which a replay does only where the run did."""
+        return due if self.log is None else self.log.tells(due)
 
     def _report_steps(self, own: OwnSteps, draws: tuple[Draw, ...]) -> None:
         self._await_offered()

@@ -78,10 +78,11 @@ def test_the_exchange_of_free_running_workers_shows_though_nobody_counts_it(tmp_
     server = spans(found["server"][0])
     assert server["update"] == sum(w["steps"] for w in found["workers"].values()) == 36
     assert 0 < server["draw"] < 36, "the others are drawn with a push"
-    assert server["copy parameters"] >= 36
+    assert server["copy parameters"] > 0, "workers copy them behind the updates that they make"
     events = check_trace(tmp_path / "profile" / "timeline.json")
     versions = [event["args"]["version"] for w in (1, 2) for event in events[w, 0]]
-    assert max(versions) == 36 and {event["args"]["worker"] for event in events[0, 0]} == {0, 1}
+    assert max(versions) == 36
+    assert {event["args"]["worker"] for event in events[0, 0]} - {-1} == {0, 1}
 
 
 def test_without_a_lock_updates_are_the_workers_own(tmp_path: Path) -> None:

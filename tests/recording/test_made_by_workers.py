@@ -18,7 +18,7 @@ from tests.lightning.step.test_shared_rounds import CASES, STEPS, UNUSUAL
 from tests.lightning.toys import Regression, regression_data
 from tests.recording.test_replay import Run, check_equal
 
-POLICIES = ["hybrid"]  # one by one, workers make none: the server does where it records
+POLICIES = ["hybrid", "async"]
 MANY = 30  # steps of each worker in an epoch
 
 
@@ -86,6 +86,24 @@ def test_rounds_that_were_called_off_are_replayed(tmp_path: Path) -> None:
     record = run.record()
     check_equal(run, record)
     assert 0 < share_made(record) < 1
+
+
+class Reads(pl.Callback):
+    """Reads the statistics of the run or of its replay behind each mini-batch, as by a clock."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if (trainer.strategy.recording.instead is None) == (self.where == "run"):
+            trainer.strategy.run_stats()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("where", ["run", "replay"])
+def test_statistics_may_be_read_at_any_time(tmp_path: Path, policy: str, where: str) -> None:
+    run = run_of(tmp_path, policy, callbacks=[Reads(where)])
+    check_equal(run, run.record())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
