@@ -24,6 +24,7 @@ from hybridtrain.protocol.checksums import GradientRows, checksum_of
 from hybridtrain.protocol.messages import (
     GetState,
     Note,
+    Progress,
     Push,
     ReadStats,
     Received,
@@ -184,7 +185,7 @@ class _Line:
         if isinstance(message, ReadStats | GetState):  # changes no bits, and is not recorded
             self._world.answer(self._world.server.on(Received(self._number, message)))
             return
-        if not isinstance(message, Saved | Failed):
+        if not isinstance(message, Saved | Failed | Progress):  # these are not for the server
             self.say(message)
         if isinstance(message, Stopped | Failed):
             self.inbox.append(

@@ -107,6 +107,17 @@ def test_statistics_may_be_read_at_any_time(tmp_path: Path, policy: str, where: 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("on_failure", ["restart", "continue"])
+def test_a_run_that_was_prepared_for_losses_is_replayed(
+    tmp_path: Path, policy: str, on_failure: str
+) -> None:
+    """Its workers tell the parent process of their progress, not the server."""
+    run = run_of(tmp_path, policy)
+    run.strategy["on_failure"] = on_failure
+    check_equal(run, run.record())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_each_push_has_the_time_that_its_worker_has_computed(tmp_path: Path, policy: str) -> None:
     class Slow(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
