@@ -18,7 +18,9 @@ from hybridtrain.protocol.messages import (
     Begin,
     Draw,
     Gather,
+    GradientPush,
     Install,
+    MadeStep,
     Note,
     Pull,
     Push,
@@ -76,9 +78,9 @@ def checksum_of(message: Request | Note, worker: int, rows: GradientRows | None)
         case Push():
             told = (*_told(message), *map(_drawn, message.draws))
             # A worker that has made the step itself computes on, and writes to the row.
-            return _row(repr(told), worker, rows if message.age is None else None)
-        case Average(weight, absent, packed):
-            return _row(repr((weight, absent, _indices(packed))), worker, rows)
+            return _row(repr(told), worker, None if isinstance(message, MadeStep) else rows)
+        case Average(weight, row):
+            return _row(repr((weight, row.absent, _indices(row.packed))), worker, rows)
         case Gather(tag, _, patient):
             said = f"{tag} {patient}"
         case Draw():
@@ -105,18 +107,21 @@ def _row(said: str, worker: int, rows: GradientRows | None) -> int:
 
 
 def _told(push: Push) -> tuple[Any, ...]:
-    numbers = None
-    if push.groups is not None:
+    row, changes, numbers = push.row, push.changes, None
+    if changes.groups is not None:
         numbers = [
             sorted((k, v) for k, v in group.items() if isinstance(v, int | float))
-            for group in push.groups
+            for group in changes.groups
         ]
     written = _writes(push.writes) if push.writes else None
-    who = (push.optimizer, push.weight, push.samples, push.averaged, push.fault, push.veto)
-    clip = None if push.clip is None else (push.clip.algorithm, push.clip.limit)
-    state = None if push.state is None else _state(push.state)
-    told = (*who, push.absent, numbers, push.members, push.loss, push.repeatable, written)
-    return (*told, clip, state, _indices(push.packed))
+    clip, veto, repeatable = None, False, False
+    if isinstance(push, GradientPush):
+        veto, repeatable = push.veto, push.repeatable
+        clip = None if push.clip is None else (push.clip.algorithm, push.clip.limit)
+    state = None if changes.state is None else _state(changes.state)
+    who = (push.optimizer, push.weight, push.samples, row.averaged, push.fault, veto)
+    told = (*who, row.absent, numbers, changes.members, push.loss, repeatable, written)
+    return (*told, clip, state, _indices(row.packed))
 
 
 def _indices(packed: Sequence[Packed]) -> list[tuple[int, int, int, int]]:

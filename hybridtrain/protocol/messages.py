@@ -60,18 +60,30 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
-class Average:
-    """Request the mean of all workers' gradients; the worker's row holds one of ``weight`` samples.
+class Row:
+    """The content of the worker's row.
 
-    ``absent``: parameters without a gradient; their places in the row hold zeros. ``packed``: the
-    sparse gradients; ``encoded``: bytes at the front of the row that stand for all others, in the
-    order of their numbers. ``Averaged`` once no other worker can ask in this step any more.
+    ``absent``: numbers of the parameters without a gradient; their places hold zeros or nothing.
+    ``packed``: the sparse gradients. ``encoded``: so many bytes at the front of the row stand for
+    all others, as their codec writes them. ``averaged``: the gradient is already the mean of all
+    workers, so one row stands for all.
     """
 
-    weight: float
     absent: tuple[int, ...] = ()
     packed: tuple[Packed, ...] = ()
     encoded: int | None = None
+    averaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Request the mean of all workers' gradients; the worker's row holds one of ``weight`` samples.
+
+    ``Averaged`` once no other worker can ask in this step any more.
+    """
+
+    weight: float
+    row: Row = Row()
 
 
 class LoaderPass(NamedTuple):
@@ -100,65 +112,106 @@ class DrawnBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
-    """My contribution lies in my row; step optimizer number ``optimizer``.
+class Changes:
+    """Changes of one optimizer by user code since the worker's last push.
 
-    What is handed over:
+    ``groups``: hyper-parameters of each group that have changed; ``members``: the slot numbers of
+    each group, only when they have changed; then ``groups`` is whole. ``state``: the state by slot
+    number, as ``torch.save`` writes it.
+    """
+
+    groups: tuple[dict[str, Any], ...] | None = None
+    members: tuple[tuple[int, ...], ...] | None = None
+    state: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Step optimizer number ``optimizer`` with the content of the worker's ``row``.
+
+    The kinds of push below add what only they need.
+
     - ``weight``: what the contribution counts for, in samples (0 abstains); ``samples``: how many
       are behind it, if that is another number.
-    - ``absent``: the numbers of the parameters without a gradient; ``packed``: the sparse ones.
-    - ``averaged``: the gradient is already the mean of all, so one row stands for all.
-    - ``encoded``: so many bytes at the front of the row are the contribution, as its codec has it.
     - ``writes``: parameters that user code has changed itself since the last release.
     - ``covers``: the mini-batches from the shared queue that are done with this push.
-    - ``follows``: an earlier push has begun the same mini-batch, and counts its samples; so this
-      one may not be dropped alone.
-    - ``loss``: of the evaluation, for optimizers and policies that compare losses;
-      ``repeatable``: the worker can evaluate again.
-    - ``fault``: why there is no contribution where there should be one; ``veto``: because of it,
-      the whole step is left out.
-
-    Changes of the optimizer since the last push:
-    - ``groups``: hyper-parameters of each group that have changed; ``members``: the slot numbers
-      of each group, only when they have changed; then ``groups`` is whole.
-    - ``state``: the state by slot number, if user code has changed it, as ``torch.save`` writes it.
-
-    The answer:
-    - ``fetch``: the worker wants the newest parameters with its release; ``draws``: and answers
-      to these; ``later``: it does not wait for the release, and computes until it needs it;
-      ``calls``: workers that wait patiently hand over what they have, too.
-
-    Steps that the worker makes itself, on shared parameters:
-    - ``own``: the row holds nothing, the worker steps; ``age``: it has stepped, so many steps of
-      others after it had read the parameters; ``former``: its earlier steps of that kind of which
-      the server has not been told.
+    - ``loss``: of the evaluation, for optimizers and policies that compare losses.
+    - ``fault``: why there is no contribution where there should be one.
+    - ``draws``: requests to the shared queue, answered with the release.
     """
 
     optimizer: int
     weight: float
-    absent: tuple[int, ...] = ()
-    groups: tuple[dict[str, Any], ...] | None = None
-    clip: Clip | None = None
-    averaged: bool = False
+    row: Row = Row()
+    changes: Changes = Changes()
     samples: float | None = None
     writes: Writes = field(default_factory=dict)
     fault: str = ""
-    veto: bool = False
     covers: tuple[DrawnBatch, ...] = ()
-    packed: tuple[Packed, ...] = ()
-    members: tuple[tuple[int, ...], ...] | None = None
     loss: float | None = None
-    repeatable: bool = False
-    state: bytes | None = None
-    own: bool = False
-    fetch: bool = True
-    encoded: int | None = None
     draws: tuple[Draw, ...] = ()
-    later: bool = False
-    age: int | None = None
-    former: tuple[Push, ...] = ()
-    calls: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the worker waits for its release."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPush(Push):
+    """The row holds the gradient of one step.
+
+    ``clip``: how the merged gradient is clipped. ``veto``: because of the ``fault``, the whole step
+    is left out. ``repeatable``: the worker can evaluate again. ``follows``: an earlier push has
+    begun the same mini-batch, and counts its samples; so this one may not be dropped alone.
+    """
+
+    clip: Clip | None = None
+    veto: bool = False
+    repeatable: bool = False
     follows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePush(Push):
+    """The row holds values of an exchange whose workers step their own parameters.
+
+    ``fetch``: the release brings the newest parameters. ``later``: the worker computes until it
+    needs the release. ``calls``: workers that wait patiently push what they have, too.
+    """
+
+    fetch: bool = True
+    later: bool = False
+    calls: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return not self.later
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest(Push):
+    """The worker will make the step itself, on shared parameters; the release has its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStep(Push):
+    """The worker has made the step itself, on shared parameters.
+
+    ``age``: the number of steps of others since it had read the parameters. ``former``: its earlier
+    steps that it has not reported.
+    """
+
+    age: int = 0
+    former: tuple[MadeStep, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        return False
+
+
+OWN_STEPS = (StepRequest, MadeStep)
+PUSHES = (Push, GradientPush, ExchangePush, *OWN_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +338,10 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Hyper-parameters that have changed, by group, in rounds made without the server."""
+    """Hyper-parameters that have changed in rounds made without the server."""
 
     optimizer: int
-    groups: tuple[dict[str, Any], ...]
+    changes: Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,6 +555,11 @@ Answer = (
     | SharedState
 )
 Reply = Answer | Stop | Gone | Back | Called | RequestProgress | SavePermission
+
+
+def name_of(message: object) -> str:
+    """The name of a message's kind in records; all pushes have one."""
+    return Push.__name__ if isinstance(message, Push) else type(message).__name__
 
 
 # ---- events, the inputs of the server, which a world reports one at a time ----------------------

@@ -37,6 +37,7 @@ from hybridtrain.protocol.messages import (
     Event,
     GetState,
     Install,
+    MadeStep,
     Note,
     Paused,
     Push,
@@ -49,6 +50,7 @@ from hybridtrain.protocol.messages import (
     Share,
     Stopped,
     TimerExpired,
+    name_of,
 )
 from hybridtrain.protocol.step_log import TOLD, StepLog
 from hybridtrain.recording.record_file import NOBODY, WOKE, Writer
@@ -67,10 +69,10 @@ def kind_of(event: Event) -> str | None:
     match event:
         case Received(_, Stopped(broke=True)):
             return BROKEN
-        case Received(_, Push(age=int())):
+        case Received(_, MadeStep()):
             return TOLD
         case Received(_, message):
-            return type(message).__name__
+            return name_of(message)
         case Removed(returns=False):
             return LEFT if event.announced else LOST
         case Completed():
@@ -171,11 +173,12 @@ class RecordingServer(Server):
         own_s = self._own.stops(worker, now_s)
         samples = 0.0
         if isinstance(request, Push):
-            together = (*request.former, request)  # one message, several mini-batches
+            former = request.former if isinstance(request, MadeStep) else ()
+            together = (*former, request)  # one message, several mini-batches
             own_s, samples = own_s / len(together), sum(map(samples_of, together))
         self._rows = GradientRows.of(self.store, self._rows)
-        seen, kind = checksum_of(request, worker, self._rows), type(request).__name__
-        if self._log is not None and isinstance(request, Push) and request.age is not None:
+        seen, kind = checksum_of(request, worker, self._rows), name_of(request)
+        if self._log is not None and isinstance(request, MadeStep):
             kind, own_s, samples = TOLD, 0.0, 0.0  # its parts are recorded
         self._writer.event(kind, worker, seen, now_s, own_s, samples)
 

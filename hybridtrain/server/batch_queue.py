@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, StepRequest, Ticket
 from hybridtrain.protocol.spans import Span, Spans, common, merged, split, total, without
 
 _PLENTY = 4  # a worker draws at once a quarter of its share of what is left
@@ -247,7 +247,7 @@ class BatchQueue:
         if self._owed:
             self._settle_made()
         self._told[worker] += len(push.covers)
-        if push.own and push.age is None and self.covered is not None:
+        if self.covered is not None and isinstance(push, StepRequest):
             self._owed[worker] = self._told[worker], push.covers, samples
         else:
             self.settle(worker, push.covers)

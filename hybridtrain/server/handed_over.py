@@ -8,7 +8,7 @@ import torch
 
 from hybridtrain.exchanges.compression import Codec, decode
 from hybridtrain.memory import Packed, Store
-from hybridtrain.protocol.messages import Average, Push
+from hybridtrain.protocol.messages import OWN_STEPS, Push, Row
 from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.updates import Optimizers
 from hybridtrain.updates.groups import Members
@@ -28,42 +28,43 @@ class HandedOver:
 
     def take(self, worker: int, push: Push, store: Store | None, optimizers: Optimizers) -> None:
         """Count a push, and decode its row in place if it is encoded."""
-        if store is None or push.weight <= 0 or (push.own and store.lock_free):
+        own = isinstance(push, OWN_STEPS)
+        if store is None or push.weight <= 0 or (own and store.lock_free):
             return
         members = optimizers.members(worker, push)
         known = self._whole.get(push.optimizer)
         if known is None or known[0] is not members:
             whole = sum(_place_bytes(store, number) for group in members for number in group)
             known = self._whole[push.optimizer] = members, whole
-        n_bytes = known[1]
-        if push.absent or push.packed:
-            n_bytes -= sum(_place_bytes(store, number) for number in push.absent)
-            n_bytes -= sum(_unused_bytes(store, packed) for packed in push.packed)
-        if push.encoded is None:
+        n_bytes, row = known[1], push.row
+        if row.absent or row.packed:
+            n_bytes -= sum(_place_bytes(store, number) for number in row.absent)
+            n_bytes -= sum(_unused_bytes(store, packed) for packed in row.packed)
+        if row.encoded is None:
             self._statistics.sent_bytes += n_bytes
         else:
-            self._statistics.sent_bytes += push.encoded
-            self._statistics.saved_bytes += n_bytes - push.encoded
-            self._decode(worker, push, members, store)
+            self._statistics.sent_bytes += row.encoded
+            self._statistics.saved_bytes += n_bytes - row.encoded
+            self._decode(worker, row, members, store)
 
     def count(self, n: int) -> None:
         """Count ``n`` whole gradients for the only optimizer."""
         self._statistics.sent_bytes += n * sum(whole for _, whole in self._whole.values())
 
-    def take_for_mean(self, worker: int, request: Average, store: Store) -> None:
+    def take_for_mean(self, worker: int, row: Row, store: Store) -> None:
         """A gradient is to be averaged; decoded, it lies at its places afterwards."""
-        if request.encoded is not None:
+        if row.encoded is not None:
             everything = (tuple(range(len(store.layout.slots))),)
-            self._decode(worker, request, everything, store)
-            for number in request.absent:
+            self._decode(worker, row, everything, store)
+            for number in row.absent:
                 store.gradient(worker, store.layout.slots[number]).zero_()
 
     @torch.no_grad()
-    def _decode(self, worker: int, sent: Push | Average, members: Members, store: Store) -> None:
-        assert self._codec is not None and sent.encoded is not None, "it is encoded"
-        absent = frozenset(sent.absent)
+    def _decode(self, worker: int, row: Row, members: Members, store: Store) -> None:
+        assert self._codec is not None and row.encoded is not None, "it is encoded"
+        absent = frozenset(row.absent)
         numbers = [n for group in members for n in group if n not in absent]
-        encoded = store.front(worker)[: sent.encoded].clone()  # decoding overwrites the row
+        encoded = store.front(worker)[: row.encoded].clone()  # decoding overwrites the row
         slots = store.layout.slots
         decode(self._codec, encoded, [store.gradient(worker, slots[n]) for n in numbers])
 

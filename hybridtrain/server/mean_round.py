@@ -112,11 +112,11 @@ def average(
     """Write the mean, weighted by samples, or what the ``rule`` makes, to the row for means."""
     total = sum(request.weight for request in asked.values())
     shares = {w: request.weight / total for w, request in asked.items() if request.weight > 0}
-    absent = [set(asked[worker].absent) for worker in shares]
+    absent = [set(asked[worker].row.absent) for worker in shares]
     missing = tuple(sorted(set.intersection(*absent))) if absent else ()
     if shares and merges(rule, len(shares)):
         return Averaged(_merge_by_rule(rule, asked, shares, store))
-    if any(asked[worker].packed for worker in shares):
+    if any(asked[worker].row.packed for worker in shares):
         return Averaged(missing, _average_one_by_one(asked, shares, store))
     for dtype in store.means:
         _average_rows(shares, store, dtype, pool)
@@ -149,9 +149,9 @@ def _merge_by_rule(
     slots = store.layout.slots
     parts = []
     for worker, share in shares.items():
-        packed = {each.number: each for each in asked[worker].packed}
+        packed = {each.number: each for each in asked[worker].row.packed}
         gradients: list[torch.Tensor | None] = [None] * len(slots)
-        for n in set(range(len(slots))).difference(asked[worker].absent):
+        for n in set(range(len(slots))).difference(asked[worker].row.absent):
             place = store.gradient(worker, slots[n])
             found = unpack(packed[n], place).to_dense() if n in packed else place
             gradients[n] = found.to(slots[n].dtype, copy=True)
@@ -168,11 +168,11 @@ def _average_one_by_one(
     asked: dict[int, Average], shares: dict[int, float], store: Store
 ) -> tuple[Packed, ...]:
     """The mean by parameter; sparse if all its gradients are."""
-    packed = {w: {each.number: each for each in asked[w].packed} for w in shares}
+    packed = {w: {each.number: each for each in asked[w].row.packed} for w in shares}
     sparse: list[Packed] = []
     for number, slot in enumerate(store.layout.slots):
         mean = store.mean(slot)
-        present = [w for w in shares if number not in asked[w].absent]
+        present = [w for w in shares if number not in asked[w].row.absent]
         if not present:
             continue
         places = {w: store.gradient(w, slot) for w in present}

@@ -29,7 +29,17 @@ from hybridtrain.protocol.facts import (
     TimerFired,
     Waiting,
 )
-from hybridtrain.protocol.messages import Average, DrawnBatch, Push, Released, Reply, Writes
+from hybridtrain.protocol.messages import (
+    Average,
+    DrawnBatch,
+    ExchangePush,
+    GradientPush,
+    MadeStep,
+    Push,
+    Released,
+    Reply,
+    Writes,
+)
 from hybridtrain.protocol.spans import total
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.handed_over import HandedOver
@@ -135,7 +145,7 @@ class Rounds:
         Raises:
             UserError: if the push is invalid; ``OptimizerFailed`` if the step failed.
         """
-        for former in push.former:  # one answer for all
+        for former in push.former if isinstance(push, MadeStep) else ():  # one answer for all
             self._push(worker, former)
         return self._push(worker, push)
 
@@ -145,13 +155,13 @@ class Rounds:
             raise UserError(reason)
         self._handed_over.take(worker, push, self.store, self.optimizers)
         self.pushed[worker] = push
-        self._statistics.pushed(worker, self._samples(push), push.fault, not push.later)
+        self._statistics.pushed(worker, self._samples(push), push.fault, push.waits)
         self._averaging.given.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
-        asks = push.age is None  # else the worker has made the update, which counts in any case
-        if self._over or (asks and self.last is not None and self.version >= self.last):
+        made = isinstance(push, MadeStep)  # it counts in any case
+        if self._over or (not made and self.last is not None and self.version >= self.last):
             return freed + self._release_all()
-        final = push.follows or self._queue.is_last_chance(push.covers)
+        final = _follows(push) or self._queue.is_last_chance(push.covers)
         last = self.requirements.drops_late and final
         now_s, empty = self._statistics.clock(), push.weight <= 0
         return freed + self._obey(Pushed(worker, now_s, push.loss, last, empty))
@@ -161,7 +171,7 @@ class Rounds:
         assert self.store is not None, "parameters are shared before gradients are averaged"
         if anew and (mean := self._averaging.given.get(worker)) is not None:
             return [(worker, mean.reply)]
-        self._handed_over.take_for_mean(worker, request, self.store)
+        self._handed_over.take_for_mean(worker, request.row, self.store)
         return [*self._averaging.ask(worker, request, self.store)]
 
     def park(self, worker: int) -> Replies:
@@ -290,10 +300,11 @@ class Rounds:
         again = any(worker in self._outcome and self._outcome[worker].again for worker in pushes)
         if not again and (counted or self._held or self.requirements.whole_rounds):
             seen = self._statistics.age
-            ages = [seen(w) if (age := pushes[w].age) is None else age for w in counted]
+            own = {w: push.age for w, push in pushes.items() if isinstance(push, MadeStep)}
+            ages = [own[w] if w in own else seen(w) for w in counted]
             self._statistics.updated([*ages, *[age for _, age, _ in self._held]])
             if (made := self._made_steps) is not None:
-                made.count([worker for worker, push in pushes.items() if push.age is not None])
+                made.count(tuple(own))
         for worker, _, covers in self._held:
             self._queue.settle(worker, covers)
         self._held.clear()
@@ -325,7 +336,7 @@ class Rounds:
         push = self.pushed[worker]
         self._queue.give_back(worker, push.covers)
         self.take(worker, push.writes)
-        self.optimizers.hear(worker, push)
+        self.optimizers.hear(worker, push.optimizer, push.changes)
         self._statistics.dropped(worker, self._samples(push))
         self._outcome[worker] = _dropped(push)
 
@@ -336,10 +347,10 @@ class Rounds:
     def _release(self, worker: int) -> tuple[int, Reply]:
         self._ready.discard(worker)
         push = self.pushed.pop(worker, None)
-        fetches = push is None or push.fetch
+        fetches = not isinstance(push, ExchangePush) or push.fetch
         if self._averages:
             self._averaging.back(worker)
-        if self.store is not None and fetches and (push is None or push.age is None):
+        if self.store is not None and fetches and not isinstance(push, MadeStep):
             self.store.refresh(worker)
             self.optimizers.read(worker)
         self._statistics.released(worker, fetches)
@@ -367,7 +378,11 @@ def _by_optimizer(
 
 def _dropped(push: Push) -> Stepped:
     """The outcome of a dropped push: its mini-batch, too, unless an earlier push has counted it."""
-    return _NOTHING if push.follows else _DROPPED
+    return _NOTHING if _follows(push) else _DROPPED
+
+
+def _follows(push: Push) -> bool:
+    return isinstance(push, GradientPush) and push.follows
 
 
 def samples_of(push: Push) -> float:
@@ -375,9 +390,9 @@ def samples_of(push: Push) -> float:
     return push.weight if push.samples is None else push.samples
 
 
-def _unreported(n: int, covers: Sequence[DrawnBatch]) -> Iterator[Push]:
+def _unreported(n: int, covers: Sequence[DrawnBatch]) -> Iterator[MadeStep]:
     """The pushes of ``n`` unreported steps that have covered these mini-batches."""
     for step in range(n):
         own = tuple(covers[step * len(covers) // n : (step + 1) * len(covers) // n])
         samples = float(sum(total(cover.spans) for cover in own))
-        yield Push(0, 1.0, samples=samples, covers=own, own=True, age=0)
+        yield MadeStep(0, 1.0, samples=samples, covers=own)

@@ -238,8 +238,8 @@ class Server:
             case Called(calls):
                 for call in calls:
                     self._forward(worker, call)
-            case Changed(number, groups):
-                self.optimizers.hear(worker, Push(number, 0.0, groups=groups))
+            case Changed(number, changes):
+                self.optimizers.hear(worker, number, changes)
             case Stopped():
                 return self._wishes.answer() + self._stop_waiting_for(worker)
         return []

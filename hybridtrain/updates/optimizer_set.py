@@ -14,7 +14,14 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.memory.arena import SharedState
 from hybridtrain.memory.scratch_file import fill
-from hybridtrain.protocol.messages import Clip, Push, StepNumber
+from hybridtrain.protocol.messages import (
+    OWN_STEPS,
+    Changes,
+    Clip,
+    GradientPush,
+    Push,
+    StepNumber,
+)
 from hybridtrain.updates.base import Again, Contribution, Evaluation, StepInput, Update
 from hybridtrain.updates.factory import build_update, for_sparse
 from hybridtrain.updates.flat.chunks import merge_mixed
@@ -91,8 +98,11 @@ class Optimizers:
 
     def members(self, worker: int, push: Push) -> Members:
         """The groups that this worker has, as of its push."""
-        known = self._told.get((worker, push.optimizer), self._first[push.optimizer])
-        return known if push.members is None else push.members
+        told = push.changes.members
+        return self._known(worker, push.optimizer) if told is None else told
+
+    def _known(self, worker: int, number: int) -> Members:
+        return self._told.get((worker, number), self._first[number])
 
     # ---- gradient accumulation ------------------------------------------------------------------
 
@@ -100,9 +110,9 @@ class Optimizers:
         """Accumulate the worker's gradient for the next step; whether there was one."""
         number = push.optimizer
         with self._naming(number):
-            self._hear(worker, push)
+            self._hear(worker, number, push.changes)
         update = self._updates[number]
-        if push.weight <= 0 or push.veto:
+        if push.weight <= 0 or _vetoes(push):
             return False
         if number not in self._held:
             assert self._place is not None, "what is put aside has a place"
@@ -129,18 +139,18 @@ class Optimizers:
         more evaluation.
         """
         number = next(iter(pushes.values())).optimizer if number is None else number
-        vetoed = any(push.veto for push in pushes.values()) and self.under_way is None
+        vetoed = any(map(_vetoes, pushes.values())) and self.under_way is None
         counted = {w: push for w, push in pushes.items() if push.weight > 0 and not vetoed}
         with torch.no_grad(), self._naming(number):
             for worker, push in pushes.items():
-                self._hear(worker, push)
+                self._hear(worker, number, push.changes)
             update = self._updates[number]
             held = self._held.pop(number, None)
             if not counted and not update.under_way and held is None:
                 return Stepped(())
-            if own := [worker for worker, push in counted.items() if push.own]:
+            if own := [w for w, push in counted.items() if isinstance(push, OWN_STEPS)]:
                 return self._ticket(own[0], counted[own[0]], update)
-            clip = next((push.clip for push in counted.values()), held.clip if held else None)
+            clip = next(map(_clip_of, counted.values()), held.clip if held else None)
             contributions, rate = self._contributions(counted, update, held)
             if rate == 0.0:
                 return Stepped(())
@@ -181,27 +191,26 @@ class Optimizers:
             error.add_note(f"This happened in the process that holds the parameters, in {who}.")
             raise OptimizerFailed(f"{who} raised {type(error).__name__}: {error}") from error
 
-    def hear(self, worker: int, push: Push) -> None:
-        """Apply the changes of groups and hyper-parameters in a push that is dropped."""
-        with torch.no_grad(), self._naming(push.optimizer):
-            self._hear(worker, push)
+    def hear(self, worker: int, number: int, changes: Changes) -> None:
+        """Apply the changes of an optimizer without a step."""
+        with torch.no_grad(), self._naming(number):
+            self._hear(worker, number, changes)
 
-    def _hear(self, worker: int, push: Push) -> None:
-        """Apply the push's changes of groups, state and hyper-parameters."""
-        number = push.optimizer
-        if push.members is not None:
+    def _hear(self, worker: int, number: int, changes: Changes) -> None:
+        groups, members = changes.groups, changes.members
+        if members is not None:
             self._usual = (None, {}, [])
-            self._told[worker, number] = push.members
-            if push.members != self._updates[number].members:
+            self._told[worker, number] = members
+            if members != self._updates[number].members:
                 assert self._place is not None, "what steps has a store"
                 old, left = self._updates[number], self._left[number]
-                made = regroup(old, push.groups or (), push.members, left, *self._place)
+                made = regroup(old, groups or (), members, left, *self._place)
                 self._updates[number] = made
-        if push.state is not None and self._place is not None:
-            self._updates[number] = with_state(self._updates[number], push.state, *self._place)
+        if changes.state is not None and self._place is not None:
+            self._updates[number] = with_state(self._updates[number], changes.state, *self._place)
         current = self._updates[number]
-        if push.groups is not None and self.members(worker, push) == current.members:
-            current.set_groups(push.groups)
+        if groups is not None and self._known(worker, number) == current.members:
+            current.set_groups(groups)
 
     def _contributions(
         self, pushes: Mapping[int, Push], update: Update, held: Accumulator | None
@@ -216,7 +225,7 @@ class Optimizers:
         if usual and all(map(is_usual, pushes.values())):
             return self._usual_contributions(pushes, update), 1.0
         made = {w: self._contribution(w, push, update) for w, push in pushes.items()}
-        if pushes and all(push.averaged for push in pushes.values()):
+        if pushes and all(push.row.averaged for push in pushes.values()):
             return [replace(next(iter(made.values())), merged=True)], 1.0
         if update.sums:
             return list(made.values()), 1.0
@@ -243,7 +252,7 @@ class Optimizers:
         return self._usual[2]
 
     def _contribution(self, worker: int, push: Push, update: Update) -> Contribution:
-        packed = {each.number: each for each in push.packed}
+        packed = {each.number: each for each in push.row.packed}
         staleness = self.late.age(worker) if update.wants_staleness else 0
         return Contribution(worker, 1.0, self._absent(worker, push, update), packed, staleness)
 
@@ -251,9 +260,9 @@ class Optimizers:
         """Absent parameters, with those that the worker does not know to be in the optimizer."""
         known = self.members(worker, push)
         if known == update.members:
-            return frozenset(push.absent)
+            return frozenset(push.row.absent)
         joined = set(numbers_of(update.members)) - set(numbers_of(known))
-        return frozenset(push.absent) | joined
+        return frozenset(push.row.absent) | joined
 
     def read(self, worker: int) -> None:
         """The worker reads the current masters."""
@@ -283,7 +292,15 @@ class Optimizers:
 
 def is_usual(push: Push) -> bool:
     """Whether the worker's row holds a whole dense gradient, weighted by the push."""
-    return not (push.absent or push.packed or push.averaged)
+    return not (push.row.absent or push.row.packed or push.row.averaged)
+
+
+def _vetoes(push: Push) -> bool:
+    return isinstance(push, GradientPush) and push.veto
+
+
+def _clip_of(push: Push) -> Clip | None:
+    return push.clip if isinstance(push, GradientPush) else None
 
 
 def evaluation_of(pushes: Mapping[int, Push]) -> Evaluation:
@@ -291,7 +308,8 @@ def evaluation_of(pushes: Mapping[int, Push]) -> Evaluation:
     losses = [(push.loss, push.weight) for push in pushes.values() if push.loss is not None]
     total = sum(weight for _, weight in losses)
     mean = sum(loss * weight for loss, weight in losses) / total if losses else None
-    return Evaluation(mean, any(push.repeatable for push in pushes.values()))
+    gradients = [push for push in pushes.values() if isinstance(push, GradientPush)]
+    return Evaluation(mean, any(push.repeatable for push in gradients))
 
 
 # ---- groups and states that change during a run -------------------------------------------------
@@ -378,17 +396,17 @@ class Accumulator:
         """Add the worker's row, times its weight and this factor."""
         count = push.weight * factor
         whole = len(self.numbers) == len(self.store.layout.slots)
-        dense = whole and not absent and not push.packed and not self._packed
+        dense = whole and not absent and not push.row.packed and not self._packed
         if dense and len(self._present) in (0, len(self.numbers)):
             self._add_rows(worker, count)
         else:
-            packed = {each.number: each for each in push.packed}
+            packed = {each.number: each for each in push.row.packed}
             for number in self.numbers - absent:
                 self._add_one(worker, number, packed.get(number), count)
         self._present |= self.numbers - absent
         self.weight += push.weight
         self.count += count
-        self.clip = push.clip or self.clip
+        self.clip = _clip_of(push) or self.clip
 
     def _add_rows(self, worker: int, weight: float) -> None:
         """Add whole buffers: no gradient is absent or sparse."""

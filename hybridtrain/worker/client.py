@@ -28,6 +28,7 @@ from hybridtrain.protocol.messages import (
     Begin,
     Called,
     Changed,
+    Changes,
     Done,
     Draw,
     DrawnBatch,
@@ -215,11 +216,11 @@ class Client:
         self.settle()
         if settles:
             covers, self._covers = tuple(self._covers), []
-            if not push.later and (draws := self._tickets.ask()):
+            if push.waits and (draws := self._tickets.ask()):
                 push = replace(push, draws=draws)
             push = replace(push, covers=covers) if covers else push
         undoing, n_covers = [undo] if undo is not None else [], len(push.covers)
-        pending = PendingPush(then, undoing, push.draws, push.later, covers=n_covers)
+        pending = PendingPush(then, undoing, push.draws, not push.waits, covers=n_covers)
         if self.maker is not None and self.maker.come(push, self.version + 1, self.is_whole):
             pending.met = push
         else:
@@ -455,7 +456,7 @@ class Client:
         """In a message of its own: the push of a step that is aborted has no effect."""
         maker = self.maker
         if maker is not None and (owed := maker.owed(made)) is not None:
-            self.line.send(Changed(maker.optimizer, owed))
+            self.line.send(Changed(maker.optimizer, Changes(owed)))
 
     def _send_calls(self) -> None:
         if self._calls:

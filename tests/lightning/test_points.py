@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from hybridtrain import HybridStrategy
 from hybridtrain.lightning.hooks.points import Point, around, before
 from tests.lightning.test_private_names import HOOKS, PACKAGE, name_of
+from tests.lightning.toys import fit
 from tests.support.source_trees import nodes, tree
 
 PAGE = PACKAGE.parent / "docs" / "lightning_points.md"
@@ -46,6 +48,16 @@ def test_every_listener_is_a_function_of_the_package() -> None:
 def test_every_point_is_used() -> None:
     texts = "".join(path.read_text() for path in (PACKAGE / "lightning").rglob("*.py"))
     assert set(re.findall(r"\bPoint\.([A-Z_]+)\b", texts)) == {each.name for each in Point}
+
+
+def test_a_subclass_may_have_a_method_of_its_own_that_listens(tmp_path: Path) -> None:
+    class Marking(HybridStrategy):
+        def before_checkpoint(self) -> None:
+            (tmp_path / "called").touch()
+            super().before_checkpoint()
+
+    _, trainer = fit(Marking("hybrid"), 2, 8, max_steps=1)
+    assert trainer.global_step == 1 and (tmp_path / "called").exists()
 
 
 @pytest.mark.parametrize("added", [*permutations(range(3))])

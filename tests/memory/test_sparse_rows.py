@@ -10,7 +10,7 @@ import torch
 
 from hybridtrain.memory import Layout, Store, pack, unpack
 from hybridtrain.policies import OnArrival
-from hybridtrain.protocol.messages import Average, Averaged, Clip, Push, Received
+from hybridtrain.protocol.messages import Average, Averaged, Clip, Push, Received, Row
 from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.factory import for_sparse
 from hybridtrain.updates.flat.chunks import merge_mixed
@@ -183,8 +183,8 @@ def test_sparse_gradients_are_merged_by_samples_and_only_touched_rows_move() -> 
     served = two()
     first = row(served, 0, sparse([4, 1], [1.0, 2.0]))
     second = row(served, 1, sparse([1], [4.0]))
-    assert served.server.on(Received(0, Push(0, 1.0, packed=first))) == []
-    assert served.server.on(Received(1, Push(0, 3.0, packed=second))) == released(1, 0, 1)
+    assert served.server.on(Received(0, Push(0, 1.0, Row(packed=first)))) == []
+    assert served.server.on(Received(1, Push(0, 3.0, Row(packed=second)))) == released(1, 0, 1)
     master = served.store.master(served.layout.slots[0])
     assert master[:, 0].tolist() == [0.0, -3.5, 0.0, 0.0, -0.25, 0.0]
 
@@ -192,7 +192,7 @@ def test_sparse_gradients_are_merged_by_samples_and_only_touched_rows_move() -> 
 def test_where_one_is_dense_the_mean_is_dense() -> None:
     served = two()
     packed = row(served, 0, sparse([4], [1.0]))
-    served.server.on(Received(0, Push(0, 1.0, packed=packed)))
+    served.server.on(Received(0, Push(0, 1.0, Row(packed=packed))))
     served.push(1, 2.0)
     master = served.store.master(served.layout.slots[0])
     assert master[:, 0].tolist() == [-1.0, -1.0, -1.0, -1.0, -1.5, -1.0]
@@ -201,8 +201,8 @@ def test_where_one_is_dense_the_mean_is_dense() -> None:
 def test_who_has_no_gradient_of_it_counts_as_zeros() -> None:
     served = two()
     packed = row(served, 0, sparse([4], [1.0]))
-    served.server.on(Received(0, Push(0, 1.0, packed=packed)))
-    served.server.on(Received(1, Push(0, 1.0, absent=(0,))))
+    served.server.on(Received(0, Push(0, 1.0, Row(packed=packed))))
+    served.server.on(Received(1, Push(0, 1.0, Row((0,)))))
     assert served.store.master(served.layout.slots[0])[:, 0].tolist() == [0, 0, 0, 0, -0.5, 0]
 
 
@@ -210,7 +210,7 @@ def test_free_running_workers_bring_them_one_by_one() -> None:
     served = Served(2, OnArrival(), parameters=[torch.zeros(6, 2)])
     for worker_, touched in ((0, 4), (1, 1)):
         packed = row(served, worker_, sparse([touched], [1.0]))
-        served.server.on(Received(worker_, Push(0, 1.0, packed=packed)))
+        served.server.on(Received(worker_, Push(0, 1.0, Row(packed=packed))))
     assert served.store.parameter(1, served.layout.slots[0])[:, 0].tolist() == [0, -1, 0, 0, -1, 0]
 
 
@@ -223,9 +223,9 @@ def test_the_mean_that_hooks_see_is_sparse_where_all_are(kind: str) -> None:
     second = row(served, 1, sparse([1], [4.0])) if kind == "sparse" else ()
     if kind == "mixed":
         store.gradient(1, served.layout.slots[0]).fill_(4.0)
-    served.server.on(Received(0, Average(1.0, packed=first)))
+    served.server.on(Received(0, Average(1.0, Row(packed=first))))
     weight = 0.0 if kind == "lone" else 3.0
-    replies = served.server.on(Received(1, Average(weight, packed=second)))
+    replies = served.server.on(Received(1, Average(weight, Row(packed=second))))
     mean = store.mean(served.layout.slots[0])
     for _, reply in replies:
         assert isinstance(reply, Averaged)

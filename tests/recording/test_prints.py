@@ -8,7 +8,7 @@ import torch
 
 from hybridtrain.memory.sparse_rows import Packed
 from hybridtrain.protocol.checksums import checksum_of, checksum_of_state
-from hybridtrain.protocol.messages import Average, Clip, Push
+from hybridtrain.protocol.messages import Average, Changes, Clip, GradientPush, Push, Row
 
 
 def saved(value: float) -> bytes:
@@ -23,22 +23,24 @@ def indices(*rows: int) -> tuple[Packed, ...]:
 
 PUSHES = [
     Push(0, 4.0),
-    Push(0, 4.0, clip=Clip("norm", 1.0)),
-    Push(0, 4.0, clip=Clip("norm", 2.0)),
-    Push(0, 4.0, clip=Clip("value", 2.0)),
-    Push(0, 4.0, packed=indices(1, 2)),
-    Push(0, 4.0, packed=indices(1, 3)),
-    Push(0, 4.0, packed=indices(*range(9999), 10_000)),
-    Push(0, 4.0, packed=indices(*range(1, 10_001))),
-    Push(0, 4.0, state=saved(1.0)),
-    Push(0, 4.0, state=saved(2.0)),
+    GradientPush(0, 4.0, clip=Clip("norm", 1.0)),
+    GradientPush(0, 4.0, clip=Clip("norm", 2.0)),
+    GradientPush(0, 4.0, clip=Clip("value", 2.0)),
+    Push(0, 4.0, Row(packed=indices(1, 2))),
+    Push(0, 4.0, Row(packed=indices(1, 3))),
+    Push(0, 4.0, Row(packed=indices(*range(9999), 10_000))),
+    Push(0, 4.0, Row(packed=indices(*range(1, 10_001)))),
+    Push(0, 4.0, changes=Changes(state=saved(1.0))),
+    Push(0, 4.0, changes=Changes(state=saved(2.0))),
 ]
 
 
 def test_contributions_that_differ_in_indices_clipping_or_state_have_other_checksums() -> None:
     assert len({checksum_of(push, 0, None) for push in PUSHES}) == len(PUSHES)
-    assert checksum_of(PUSHES[8], 0, None) == checksum_of(Push(0, 4.0, state=saved(1.0)), 0, None)
-    averages = [Average(1.0), Average(1.0, (), indices(1, 2)), Average(1.0, (), indices(1, 3))]
+    assert checksum_of(PUSHES[8], 0, None) == checksum_of(
+        Push(0, 4.0, changes=Changes(state=saved(1.0))), 0, None
+    )
+    averages = [Average(1.0), *[Average(1.0, Row(packed=indices(1, n))) for n in (2, 3)]]
     assert len({checksum_of(each, 0, None) for each in averages}) == 3
 
 

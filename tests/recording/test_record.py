@@ -24,6 +24,7 @@ from hybridtrain.protocol.messages import (
     Gather,
     Gathered,
     Gone,
+    MadeStep,
     Push,
     Received,
     Released,
@@ -250,7 +251,7 @@ def test_steps_that_are_told_of_together_share_their_time_and_all_their_samples_
     server = RecordingServer(writer, make_policy("hogwild"), 1, clock=lambda: at_s[0])
     writer.tell({"header": header(1)})
     monkeypatch.setattr(Server, "_on", lambda self, event: [(0, Released(0))])
-    made = tuple(Push(0, 4.0, own=True, age=0) for _ in range(3))
+    made = tuple(MadeStep(0, 4.0) for _ in range(3))
     for push in (made[0], replace(made[0], former=made)):
         server.on(Received(0, push))
         at_s[0] += 8.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket, Visits
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, StepRequest, Ticket, Visits
 from hybridtrain.protocol.spans import Spans, merged, positions, split, total
 from hybridtrain.server.batch_queue import BatchQueue
 
@@ -322,7 +322,7 @@ def test_what_a_worker_steps_itself_is_done_when_it_has_and_goes_back_if_it_neve
     queue, lap = BatchQueue({0, 1}, covered=made.__getitem__), LoaderPass(0, 0)
     for worker in (0, 1):
         spans = queue.draw(worker, draw(16, (4, 4), begins=True)).spans
-        queue.done(worker, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), 4.0)
+        queue.done(worker, StepRequest(0, 4.0, covers=(DrawnBatch(lap, spans),)), 4.0)
     assert total(queue.unseen()[lap]) == 16
     made[0] = 1
     assert total(queue.unseen()[lap]) == 12
@@ -334,6 +334,6 @@ def test_what_has_been_stepped_does_not_go_back_when_a_pass_is_opened_again() ->
     made = {0: 0}
     queue, lap = BatchQueue({0}, covered=made.__getitem__), LoaderPass(0, 0)
     spans = queue.draw(0, draw(8, (4,), begins=True)).spans
-    queue.done(0, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), 4.0)
+    queue.done(0, StepRequest(0, 4.0, covers=(DrawnBatch(lap, spans),)), 4.0)
     made[0] = 1
     assert queue.draw(0, draw(8, (4,), begins=True)).spans != spans

@@ -23,7 +23,6 @@ TABLE, WIDE = torch.zeros(50, 4), torch.zeros(3, dtype=torch.float64)
         ({"absent": (1,)}, 50 * 4 * 4),
         ({"absent": (0, 1)}, 0),
         ({"weight": 0.0}, 0),
-        ({"own": True, "weight": 0.0}, 0),
     ],
 )
 def test_a_gradient_is_as_large_as_its_part_of_the_row(told: dict[str, Any], n_bytes: int) -> None:

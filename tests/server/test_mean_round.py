@@ -46,7 +46,7 @@ def test_it_is_summed_in_the_order_of_workers_whoever_does_it(
     monkeypatch.setattr(mean_round, "_CHUNK", 32)
     store, pool = store_of(len(weights)), Pool(lanes)
     rows = [{dtype: flat.clone() for dtype, flat in row.items()} for row in store.gradients]
-    asked = {worker: Average(weight, ()) for worker, weight in enumerate(weights)}
+    asked = {worker: Average(weight) for worker, weight in enumerate(weights)}
     assert average(asked, store, pool) == Averaged(())
     pool.close()
     for dtype, mean in store.means.items():
@@ -60,7 +60,7 @@ def test_it_is_summed_in_the_order_of_workers_whoever_does_it(
 
 def test_where_nobody_weighs_anything_the_mean_is_zero() -> None:
     store = store_of(2)
-    average({0: Average(0.0, ())}, store, Pool(1))
+    average({0: Average(0.0)}, store, Pool(1))
     assert not any(flat.any() for flat in store.means.values())
 
 

@@ -10,7 +10,15 @@ import torch
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.step.in_place import InPlace
 from hybridtrain.memory import Store
-from hybridtrain.protocol.messages import Draw, DrawnBatch, Install, LoaderPass, Push, Shared
+from hybridtrain.protocol.messages import (
+    Draw,
+    DrawnBatch,
+    GradientPush,
+    Install,
+    LoaderPass,
+    Shared,
+    StepRequest,
+)
 from hybridtrain.updates.serialize import dump
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.own_updates.own_steps import OwnSteps
@@ -116,7 +124,7 @@ class Life:
         own = self.steps is not None and self.steps.can_step((0,), [self.own])
         if not own:
             self.store.gradient(client.worker, slot).copy_(gradient)
-        push = Push(0, 1.0, samples=1.0, own=own)
+        push = (StepRequest if own else GradientPush)(0, 1.0, samples=1.0)
         if self.steps is not None and own and (step := self.steps.unasked()) is not None:
             client.make(step, push, self.steps.heard)
         elif self.steps is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,15 +12,18 @@ from hybridtrain.memory import Layout
 from hybridtrain.policies import Policy, WaitForAll
 from hybridtrain.protocol.messages import (
     Average,
+    Changes,
     Done,
+    ExchangePush,
     Gather,
     Gathered,
+    GradientPush,
     Install,
-    Push,
     Received,
     Refused,
     Released,
     Reply,
+    Row,
     Share,
     Shared,
     Stop,
@@ -94,7 +98,7 @@ class Served:
         """Every element of every parameter has this gradient."""
         for slot in self.layout.slots:
             self.store.gradient(worker, slot).fill_(gradient)
-        return self.server.on(Received(worker, Push(rest.pop("optimizer", 0), weight, **rest)))
+        return self.server.on(Received(worker, push_of(weight, **rest)))
 
     def gather(self, worker: int, tag: str = "t", payload: bytes = b"") -> Replies:
         return self.server.on(Received(worker, Gather(tag, payload)))
@@ -124,3 +128,13 @@ def refusals(replies: Replies) -> dict[int, str]:
         return reply.reason
 
     return {worker: reason(reply) for worker, reply in replies}
+
+
+def push_of(weight: float, optimizer: int = 0, **given: Any) -> GradientPush | ExchangePush:
+    """A push, its row and its changes from their fields."""
+    row, changes = (
+        kind(**{each.name: given.pop(each.name) for each in fields(kind) if each.name in given})
+        for kind in (Row, Changes)
+    )
+    kind = ExchangePush if "calls" in given else GradientPush
+    return kind(optimizer, weight, row, changes, **given)

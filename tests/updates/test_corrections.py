@@ -12,7 +12,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Packed, Store, pack
 from hybridtrain.policies import OnArrival, Policy, Softsync, WaitForAll
-from hybridtrain.protocol.messages import Push, Received
+from hybridtrain.protocol.messages import Push, Received, Row
 from hybridtrain.updates import Contribution
 from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.staleness import (
@@ -394,7 +394,7 @@ def test_sparse_contributions_that_are_put_aside_equal_dense_ones(correction: Co
                 packed = (pack(0, whole.coalesce(), place.fill_(math.nan)),)
             else:
                 place.zero_()[rows] = values
-            served.server.on(Received(worker, Push(0, 1.0, packed=packed)))
+            served.server.on(Received(worker, Push(0, 1.0, Row(packed=packed))))
         return served.store.master(slot).clone()
 
     dense, sparse = trained(sparse=False), trained(sparse=True)

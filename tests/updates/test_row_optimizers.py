@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Store, pack
-from hybridtrain.protocol.messages import Push
+from hybridtrain.protocol.messages import Push, Row
 from hybridtrain.updates import Optimizers, build_update
 from hybridtrain.updates.sparse.row_optimizers import RowAdam, SparseMomentum
 from hybridtrain.updates.thread_pool import Pool
@@ -241,7 +241,7 @@ def test_workers_with_copies_are_brought_the_touched_rows_alone() -> None:
     )
     for step in range(3):
         packed = (pack(0, gradient(step).float(), store.gradient(0, slot)),)
-        optimizers.step({0: Push(0, 1.0, packed=packed)})
+        optimizers.step({0: Push(0, 1.0, Row(packed=packed))})
         moved = optimizers.updates[0].moved[0].tolist()
         assert moved == gradient(step)._indices()[0].unique().tolist()
         store.refresh(0)

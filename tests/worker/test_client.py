@@ -12,6 +12,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.protocol.messages import (
     Done,
     Draw,
+    ExchangePush,
     Gathered,
     LoaderPass,
     Note,
@@ -21,6 +22,7 @@ from hybridtrain.protocol.messages import (
     Released,
     Reply,
     Request,
+    Row,
     Stop,
     Ticket,
 )
@@ -51,8 +53,8 @@ def client(*replies: Reply, n_workers: int = 2) -> tuple[Client, Script]:
 
 def test_a_push_waits_for_its_release_and_brings_the_version() -> None:
     speaker, line = client(Released(7))
-    assert speaker.push(Push(0, 4.0, absent=(1,))) == Released(7)
-    assert line.sent == [Push(0, 4.0, (1,))]
+    assert speaker.push(Push(0, 4.0, Row((1,)))) == Released(7)
+    assert line.sent == [Push(0, 4.0, Row((1,)))]
 
 
 def test_an_offer_waits_for_the_release_of_the_one_before() -> None:
@@ -244,7 +246,7 @@ def computing_on(*replies: Reply) -> tuple[Client, Slowly, list[Released], list[
     """A worker that has offered something, and computes on."""
     line, taken, undone = Slowly(*replies), list[Released](), list[str]()
     speaker = Client(0, 2, line)
-    speaker.offer(Push(0, 1.0, later=True), taken.append, lambda: undone.append("undone"))
+    speaker.offer(ExchangePush(0, 1.0, later=True), taken.append, lambda: undone.append("undone"))
     return speaker, line, taken, undone
 
 

@@ -10,7 +10,15 @@ import pytest
 from hybridtrain.exchanges import combine, make_exchange
 from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.policies import make_policy
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
+from hybridtrain.protocol.messages import (
+    Draw,
+    DrawnBatch,
+    LoaderPass,
+    MadeStep,
+    Push,
+    StepRequest,
+    Ticket,
+)
 from hybridtrain.protocol.spans import Spans
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.worker.own_updates import own_steps
@@ -60,7 +68,7 @@ def test_a_step_is_as_old_as_the_others_have_made_it() -> None:
         own.asked(covers=1, version=5)
     pushes = []
     for own in (first, first, second):
-        assert own.make(Push(0, 1.0, own=True), [cover(0)], lambda released: None) == made.total
+        assert own.make(StepRequest(0, 1.0), [cover(0)], lambda released: None) == made.total
         pushes.append(own._untold[-1].age)
     assert pushes == [0, 0, 2]
     assert made.total == 8 and made.covered(0) == 3 and made.covered(1) == 2
@@ -69,7 +77,7 @@ def test_a_step_is_as_old_as_the_others_have_made_it() -> None:
 def test_all_that_is_untold_is_told_at_once_in_its_order() -> None:
     own = OwnSteps(0, made_steps(1))
     for n in range(3):
-        own.make(Push(0, 1.0, own=True, loss=float(n)), [cover(n)], lambda released: None)
+        own.make(StepRequest(0, 1.0, loss=float(n)), [cover(n)], lambda released: None)
     asked = draw(10)
     push, pending = own.tell((asked,))
     assert [each.loss for each in (*push.former, push)] == [0.0, 1.0, 2.0]
@@ -166,7 +174,7 @@ def test_what_is_made_and_not_told_of_is_behind_the_parameters() -> None:
     queue = BatchQueue({0, 1}, covered=covered.__getitem__)
     spans = [queue.draw(0, draw(9, workers=2, begins=n == 0)).spans for n in range(4)]
     queue.draw(1, draw(9, workers=2, begins=True))
-    own = Push(0, 1.0, own=True, age=0, covers=(DrawnBatch(LAP, spans[0]),))
+    own = MadeStep(0, 1.0, covers=(DrawnBatch(LAP, spans[0]),))
     covered[0] = 3
     assert [each.spans for each in queue.untold(0)] == spans[:3]
     queue.done(0, own, 1.0)
@@ -182,6 +190,6 @@ def test_what_was_asked_and_made_is_not_taken_for_what_is_untold() -> None:
     covered = {0: 0}
     queue = BatchQueue({0}, covered=covered.__getitem__)
     spans = [queue.draw(0, draw(9, begins=n == 0)).spans for n in range(3)]
-    queue.done(0, Push(0, 1.0, own=True, covers=(DrawnBatch(LAP, spans[0]),)), 1.0)
+    queue.done(0, StepRequest(0, 1.0, covers=(DrawnBatch(LAP, spans[0]),)), 1.0)
     covered[0] = 2  # the one it has asked for, and another
     assert [each.spans for each in queue.untold(0)] == spans[1:2]

@@ -116,7 +116,7 @@ class _Chain(partial[Any]):
 
 def around(point: Point, owner: Any, listener: Callable[..., Any]) -> None:
     """Let ``listener(proceed, *args, **kwargs)`` run in place of the owner's method."""
-    _join(point, owner, listener.__qualname__, listener)
+    _join(point, owner, _name_of(point, listener), listener)
 
 
 def before(point: Point, owner: Any, first: Callable[[], object]) -> None:
@@ -126,11 +126,19 @@ def before(point: Point, owner: Any, first: Callable[[], object]) -> None:
         first()
         return proceed(*args, **kwargs)
 
-    _join(point, owner, first.__qualname__, call)
+    _join(point, owner, _name_of(point, first), call)
+
+
+def _name_of(point: Point, listener: Callable[..., Any]) -> str:
+    """The listener's name in the list; a subclass may have its own method of that name."""
+    kinds = type(getattr(listener, "__self__", None)).__mro__
+    names = [listener.__qualname__, *(f"{kind.__name__}.{listener.__name__}" for kind in kinds)]
+    found = next((name for name in names if name in point.listeners), None)
+    assert found is not None, f"{listener.__qualname__} is not listed at {point}"
+    return found
 
 
 def _join(point: Point, owner: Any, name: str, listener: Callable[..., Any]) -> None:
-    assert name in point.listeners, f"{name} is not listed at {point}"
     for method in point.methods:
         found = vars(owner).get(method)
         chained = isinstance(found, _Chain)

@@ -6,7 +6,7 @@ before the next mini-batch, it goes on to the end of the mini-batch first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,16 @@ from hybridtrain.lightning.step.worker_step import (
     is_empty,
     run,
 )
-from hybridtrain.memory import Packed
 from hybridtrain.memory.scratch_file import as_bytes
 from hybridtrain.profiling import Phase
-from hybridtrain.protocol.messages import Push, Released
+from hybridtrain.protocol.messages import (
+    Changes,
+    GradientPush,
+    Push,
+    Released,
+    Row,
+    StepRequest,
+)
 from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import calls_closure
 
@@ -108,36 +114,37 @@ class GradientStep(WorkerStep):
             self._check_members()
         members, state = self._changed_members(), self._changed_state()
         own = weight > 0 and members is None and state is None and self._can_step()
-        absent, packed, encoded = self._collect(weight, own)
-        looks = weight > 0 and not self.trying and not own and encoded is None
+        row = self._collect(weight, own)
+        looks = weight > 0 and not self.trying and not own and row.encoded is None
         finite = self._replica.finite
-        if looks and not self._guard.accepts(self.numbers, absent, packed, finite):
-            weight, absent, packed = 0.0, (), ()
-        push = Push(
+        if looks and not self._guard.accepts(self.numbers, row.absent, row.packed, finite):
+            weight, row = 0.0, Row(averaged=row.averaged)
+        push = self._kind_of_push(own, repeatable)(
             self.number,
             weight,
-            absent,
-            self._told_groups(whole=members is not None),
-            self._clip,
-            self._parts.averaged,
+            row,
+            Changes(self._told_groups(whole=members is not None), members, state),
             samples=self._gathered.pop_samples() if weight > 0 else 0.0,
             writes=self._replica.writes(),
             fault=self._guard.pop_fault(),
-            veto=self._guard.veto,
-            packed=packed,
-            encoded=encoded,
-            members=members,
             loss=as_float(loss if self._driven else self._loss),
-            repeatable=repeatable,
-            state=state,
-            own=own,
-            follows=self._gathered.stepped,
         )
         if self._parts.buffers is not None:
             self._parts.buffers.publish()
         self._send(push, partial(self._put_back, kept))
         self._end_step()
         return self._whole_rounds or weight > 0
+
+    def _kind_of_push(self, own: bool, repeatable: bool) -> Callable[..., Push]:
+        if own:
+            return StepRequest
+        return partial(
+            GradientPush,
+            clip=self._clip,
+            veto=self._guard.veto,
+            repeatable=repeatable,
+            follows=self._gathered.stepped,
+        )
 
     def _send(self, push: Push, undo: Any) -> None:
         self._client.offer(push, self._take, undo)
@@ -158,17 +165,13 @@ class GradientStep(WorkerStep):
         self.optimizer.state = state
         self.hyper_parameters.put_back()
 
-    def _collect(
-        self, weight: float, own: bool
-    ) -> tuple[tuple[int, ...], tuple[Packed, ...], int | None]:
-        """Which parameters have no gradient, and which a sparse one, once the others lie in the
-        row; there, perhaps, as so many encoded bytes.
-        """
+    def _collect(self, weight: float, own: bool) -> Row:
+        """Write the gradients to the row."""
+        averaged, replica = self._parts.averaged, self._replica
         if weight <= 0:
-            return (), (), None
-        replica = self._replica
-        absent = replica.collect(self.numbers, as_they_are=self._parts.averaged)
-        return absent, replica.packed, replica.encoded
+            return Row(averaged=averaged)
+        absent = replica.collect(self.numbers, as_they_are=averaged)
+        return Row(absent, replica.packed, replica.encoded, averaged)
 
     def _can_step(self) -> bool:
         """Whether this worker makes the step itself."""

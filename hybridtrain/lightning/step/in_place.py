@@ -26,10 +26,10 @@ from pytorch_lightning import LightningModule
 
 from hybridtrain.lightning.step.gradient_step import GradientStep
 from hybridtrain.lightning.step.worker_step import StepParts
-from hybridtrain.memory import Arena, Packed
+from hybridtrain.memory import Arena
 from hybridtrain.memory.arena import Place, SharedState
 from hybridtrain.profiling import Phase
-from hybridtrain.protocol.messages import Push, Released
+from hybridtrain.protocol.messages import Push, Released, Row, StepRequest
 from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import puts_off, takes_sparse
 from hybridtrain.updates.kernels.choice import own_step, step_of
@@ -253,13 +253,11 @@ class InPlaceStep(GradientStep):
     def _can_step(self) -> bool:
         return self._stepper.can_step(self.numbers, self.parameters)
 
-    def _collect(
-        self, weight: float, own: bool
-    ) -> tuple[tuple[int, ...], tuple[Packed, ...], int | None]:
-        return (self._stepper.absent(), (), None) if own else super()._collect(weight, own)
+    def _collect(self, weight: float, own: bool) -> Row:
+        return Row(self._stepper.absent()) if own else super()._collect(weight, own)
 
     def _send(self, push: Push, undo: Callable[[], object]) -> None:
-        step = self._stepper.unasked() if push.own else None
+        step = self._stepper.unasked() if isinstance(push, StepRequest) else None
         if step is None:
             super()._send(push, undo)
         else:

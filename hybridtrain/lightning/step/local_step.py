@@ -10,7 +10,7 @@ import torch
 from hybridtrain.exchanges import Await, Leaving, LocalExchange, Offer
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.worker_step import Closure, StepParts, WorkerStep, as_float, run
-from hybridtrain.protocol.messages import Push, Released
+from hybridtrain.protocol.messages import Changes, ExchangePush, Released, Row
 from hybridtrain.updates import Saved
 from hybridtrain.worker.local_steps import LocalSteps
 from hybridtrain.worker.replica_own import OwnReplica
@@ -80,16 +80,16 @@ class LocalStep(WorkerStep):
         looks = weight > 0 and encoded is None  # only what is finite is encoded
         if looks and not self._guard.accepts(self.numbers, absent):
             weight = 0.0
-        push = Push(
+        n_bytes = None if encoded is None else len(encoded)
+        push = ExchangePush(
             self.number,
             weight,
-            absent,
-            self._told_groups(whole=False),
+            Row(absent, encoded=n_bytes),
+            Changes(self._told_groups(whole=False)),
             samples=weight if offer.samples is None else offer.samples,
             fault=self._guard.pop_fault(),
             loss=as_float(self._loss),
             fetch=offer.fetch,
-            encoded=None if encoded is None else len(encoded),
             later=offer.later,
             calls=calls,
         )

@@ -32,7 +32,7 @@ from hybridtrain.lightning.step.trained_parameters import (
 from hybridtrain.lightning.step.ways import Stepping, StepWays
 from hybridtrain.lightning.step.worker_step import StepParts, WorkerStep
 from hybridtrain.memory import Layout, unpack
-from hybridtrain.protocol.messages import Average, Averaged, Install
+from hybridtrain.protocol.messages import Average, Averaged, Install, Row
 from hybridtrain.updates.groups import puts_off, takes_sparse
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worker.client import Client
@@ -377,7 +377,7 @@ class Session:
                 self._store.gradient(worker, slots[number]).zero_()
         else:  # the server brings what is encoded to all the other places
             absent = tuple(n for n in range(len(slots)) if n not in trained or n in absent)
-        request = Average(self._gathered.weight, absent, packed, encoded)
+        request = Average(self._gathered.weight, Row(absent, packed, encoded))
         self._take_means(trained, self._client.average(request))
 
     def _take_means(self, trained: dict[int, torch.nn.Parameter], averaged: Averaged) -> None:

@@ -7,12 +7,13 @@ are those of the worker's own optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 
 from hybridtrain.memory import Arena, Store
 from hybridtrain.memory.arena import LentState
-from hybridtrain.protocol.messages import Clip, Push
+from hybridtrain.protocol.messages import Changes, Clip, GradientPush, Push
 from hybridtrain.updates.base import Contribution, StepInput
 from hybridtrain.updates.flat.lent_state import LentFlatUpdate, borrow
 from hybridtrain.updates.groups import Groups
@@ -82,8 +83,10 @@ class BorrowedUpdate:
             torch.set_flush_denormal(True)
 
 
-def is_usual(push: Push) -> bool:
+def is_usual(push: Push) -> TypeGuard[GradientPush]:
     """Whether the push is a whole gradient without anything else for the server."""
-    number, weight, samples = push.optimizer, push.weight, push.samples
-    plain = Push(number, weight, groups=push.groups, clip=push.clip, samples=samples)
+    if not isinstance(push, GradientPush):
+        return False
+    number, weight, changes = push.optimizer, push.weight, Changes(push.changes.groups)
+    plain = GradientPush(number, weight, changes=changes, samples=push.samples, clip=push.clip)
     return weight > 0 and push == plain

@@ -51,18 +51,18 @@ class OwnUpdates:
         Afterwards the worker's parameters are those of its update.
         """
         borrowed, log = self.borrowed, self._log
-        if push.members is not None:
+        if push.changes.members is not None:
             borrowed.begin()
         if log is not None and not log.admits(push, self._made.total + 1):
             borrowed.server_steps()
             return False
-        if not (is_usual(push) and self._is_ready() and borrowed.takes(push.groups)):
+        if not (is_usual(push) and self._is_ready() and borrowed.takes(push.changes.groups)):
             borrowed.server_steps()
             return False
-        tried = self._try(push, count)
+        tried = self._try(push.clip, count)
         if tried is Tried.OUTDATED:
             borrowed.give_up()
-            tried = self._try(push, count) if self._is_ready() else Tried.LEFT
+            tried = self._try(push.clip, count) if self._is_ready() else Tried.LEFT
         if log is not None and tried is Tried.MADE:
             log.made()
             log.goes_on()
@@ -74,8 +74,8 @@ class OwnUpdates:
             self._generation = generation
         return self.borrowed.ready()
 
-    def _try(self, push: Push, count: Callable[[], object]) -> Tried:
-        step = partial(self._step, push.clip, count)
+    def _try(self, clip: Clip | None, count: Callable[[], object]) -> Tried:
+        step = partial(self._step, clip, count)
         return self._locked.make(self._generation, self.borrowed.lent.keep, step, _PATIENCE_S)
 
     def _step(self, clip: Clip | None, count: Callable[[], object]) -> None:

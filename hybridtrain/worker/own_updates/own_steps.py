@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from hybridtrain.memory import Store
 from hybridtrain.memory.counters import MadeSteps
-from hybridtrain.protocol.messages import Draw, DrawnBatch, Push
+from hybridtrain.protocol.messages import Draw, DrawnBatch, MadeStep, Push
 from hybridtrain.worker.pending_push import PendingPush, Taking
 
 AT_ONCE = 16  # mini-batches drawn together, while plenty are left
@@ -35,7 +35,7 @@ class OwnSteps:
         self._worker, self._copies = worker, copies
         self._n_covered = 0  # finished mini-batches
         self._read_at = 0  # version of the parameters that this worker has read
-        self._untold: list[Push] = []
+        self._untold: list[MadeStep] = []
         self._then: Taking = lambda released: None
         self._told_at_s = 0.0
 
@@ -59,7 +59,8 @@ class OwnSteps:
         age = self.made.total - self._read_at
         self._n_covered += len(covers)
         self.made.make(self._worker, self._n_covered)
-        self._untold.append(replace(push, covers=tuple(covers), own=True, age=age, later=True))
+        given = {each.name: getattr(push, each.name) for each in fields(Push)}
+        self._untold.append(MadeStep(**given | {"covers": tuple(covers)}, age=age))
         self._then = then
         self._read_at = self.made.total
         return self._read_at
@@ -83,7 +84,7 @@ class OwnSteps:
         """This worker has failed: the server counts its steps from shared memory."""
         self._untold = []
 
-    def tell(self, draws: tuple[Draw, ...]) -> tuple[Push, PendingPush]:
+    def tell(self, draws: tuple[Draw, ...]) -> tuple[MadeStep, PendingPush]:
         """Report all steps: the push to send, and its pending answer."""
         *former, last = self._untold
         self._untold, self._told_at_s = [], time.monotonic()

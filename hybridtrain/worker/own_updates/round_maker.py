@@ -80,8 +80,8 @@ class RoundMaker:
             self.leave(number)
             return False
         samples = push.weight if push.samples is None else push.samples
-        told = push.groups is not None or push.clip is not None
-        token = zlib.crc32(pickle.dumps((push.groups, push.clip))) if told else 0
+        told = (push.changes.groups, push.clip)
+        token = zlib.crc32(pickle.dumps(told)) if told != (None, None) else 0
         self._clip = push.clip
         if self.shared.is_first(number):
             borrowed.lent.keep()
@@ -105,9 +105,10 @@ class RoundMaker:
 
     def _takes(self, push: Push) -> bool:
         """Set the push's hyper-parameters; False if they need another state."""
-        takes = self.borrowed.takes(push.groups)
-        if takes and push.groups is not None:
-            self._coming = push.groups
+        groups = push.changes.groups
+        takes = self.borrowed.takes(groups)
+        if takes and groups is not None:
+            self._coming = groups
         return takes
 
     def is_made(self, number: int, disturbed: Callable[[], bool]) -> bool:

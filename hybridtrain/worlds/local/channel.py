@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.protocol.messages import Draw, Push, Released, Ticket
+from hybridtrain.protocol.messages import PUSHES, Changes, Draw, Released, Row, Ticket
 
 _HEADER, _INT = struct.Struct("<Q"), struct.Struct("i")
 _READ_BYTES = 1 << 20
@@ -60,7 +60,7 @@ def _by_arguments(kind: type[Any]) -> None:
     copyreg.pickle(kind, lambda message: (kind, values(message)))
 
 
-for _kind in (Push, Draw, Released, Ticket):  # messages of every step
+for _kind in (*PUSHES, Changes, Row, Draw, Released, Ticket):  # messages of every step
     _by_arguments(_kind)
 
 _OF_TORCH = b"torch"  # the module that rebuilds tensors

@@ -22,6 +22,7 @@ from hybridtrain.monitoring.hang_detector import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, is_stopped, to_stderr
 from hybridtrain.protocol.messages import (
     NOTES,
+    PUSHES,
     Average,
     Begin,
     BrokenOff,
@@ -31,7 +32,6 @@ from hybridtrain.protocol.messages import (
     Install,
     Looked,
     Progress,
-    Push,
     Received,
     Removed,
     RequestProgress,
@@ -81,7 +81,7 @@ Again = Callable[[bytes, int], Body]
 
 _POLL_S = 1.0
 _STOPPED_S = 1.0  # within an update, which takes milliseconds
-_EVENTS = dict.fromkeys((Push, Average, Begin), LifecycleEvent.WAITS)
+_EVENTS = dict.fromkeys((*PUSHES, Average, Begin), LifecycleEvent.WAITS)
 _EVENTS |= dict.fromkeys((Gather, Share, Install), LifecycleEvent.MEETS)
 _ANEW = ", and all begin anew: no worker had told where training is"
 _SAME_SIGNAL_S = 1.0  # a repetition within this time is ignored: timeout(1) sends signals twice

@@ -13,8 +13,10 @@ from dataclasses import replace
 from hybridtrain.exchanges import Exchange, check_visits
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import (
+    Changes,
     Draw,
     DrawnBatch,
+    GradientPush,
     LoaderPass,
     Push,
     Received,
@@ -45,7 +47,7 @@ class IdleOptimizers(Optimizers):
     def members(self, worker: int, push: Push) -> Members:
         return ()
 
-    def hear(self, worker: int, push: Push) -> None:
+    def hear(self, worker: int, number: int, changes: Changes) -> None:
         """Ignore changes of hyper-parameters."""
 
     def hold(self, worker: int, push: Push) -> bool:
@@ -153,7 +155,7 @@ class EpochSource:
         return replace(push, covers=(DrawnBatch(lap, ticket.spans),))
 
     def _study(self, worker: int, own: Sequence[int]) -> Push:
-        return Push(0, self._task.study(worker, self._epoch, own))
+        return GradientPush(0, self._task.study(worker, self._epoch, own))
 
     # ---- epochs ---------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class EpochSource:
         if self._groups is None:
             return push
         groups, self._groups = self._groups, None
-        return replace(push, groups=groups)
+        return replace(push, changes=Changes(groups))
 
     def updated(self, version: int) -> None:
         """Advance the schedules to ``version`` updates."""

@@ -15,7 +15,7 @@ import torch
 from hybridtrain.exchanges import Await, Exchange, Leaving, LocalExchange
 from hybridtrain.exchanges.compression import Compressor
 from hybridtrain.memory import Store
-from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
+from hybridtrain.protocol.messages import Clip, DrawnBatch, ExchangePush, GradientPush, Push, Row
 from hybridtrain.updates import Optimizers, build_update
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import NamedUpdate, update_of
@@ -208,10 +208,10 @@ class SimulatedReplicas:
 
     def bytes_of(self, push: Push) -> int:
         """Size of a push."""
-        if push.encoded is not None or push.weight <= 0:
-            return push.encoded or 0
+        if push.row.encoded is not None or push.weight <= 0:
+            return push.row.encoded or 0
         trained = self._workers[0].numbers if self._workers else range(len(self._slots))
-        slots = [self._slots[number] for number in trained if number not in push.absent]
+        slots = [self._slots[number] for number in trained if number not in push.row.absent]
         return sum(slot.numel * slot.dtype.itemsize for slot in slots)
 
     def compute(self, worker: int, push: Push) -> Push | Await | None:
@@ -225,6 +225,7 @@ class SimulatedReplicas:
         gradients = self.task.gradient(worker, self._copies[worker])
         push = self._into_row(push, worker, range(len(self._slots)), gradients)
         if isinstance(self.task, TrainingTask):
+            assert isinstance(push, GradientPush), "the row holds a gradient"
             return replace(push, loss=self.task.loss, clip=self.task.clip)
         return push
 
@@ -271,7 +272,7 @@ class SimulatedReplicas:
         if not offer.only_fetches:
             covers, own.covers = own.covers, ()
         loss = self.task.loss if isinstance(self.task, TrainingTask) else None
-        made = Push(
+        made = ExchangePush(
             0,
             offer.weight,
             samples=offer.samples,
@@ -296,11 +297,11 @@ class SimulatedReplicas:
             encoded = self._compressors[worker].encode(there)
         if encoded is not None:
             self._store.front(worker)[: len(encoded)].copy_(encoded)
-            return replace(push, absent=_absent(numbers, values), encoded=len(encoded))
+            return replace(push, row=Row(_absent(numbers, values), encoded=len(encoded)))
         for number, value in zip(numbers, values, strict=True):
             row = self._gradients[worker][number]
             row.zero_() if value is None else row.copy_(value)
-        return replace(push, absent=_absent(numbers, values))
+        return replace(push, row=Row(_absent(numbers, values)))
 
     def masters(self) -> list[torch.Tensor]:
         """Copies of the master parameters."""

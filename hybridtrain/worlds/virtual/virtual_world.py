@@ -32,6 +32,7 @@ from hybridtrain.protocol.messages import (
     Event,
     Gather,
     Gathered,
+    GradientPush,
     Push,
     Received,
     Refused,
@@ -141,7 +142,7 @@ class ComputingOn:
 
     def offers(self, worker: int, said: Push | Begin | Gather) -> bool:
         """Whether the worker computes on after this message."""
-        later = isinstance(said, Push) and said.later
+        later = isinstance(said, Push) and not said.waits
         if later:
             self._offers += 1
             self._unanswered[worker] = -self._offers
@@ -224,7 +225,7 @@ class VirtualWorld:
         self.server = Server(
             policy, n_workers, 1, self._clock, correction, exchange=exchange, merge=merge
         )
-        self._contribution = Push(0, float(batch_size))
+        self._contribution = GradientPush(0, float(batch_size))
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]
         self._turns = self.server.requirements.takes_turns
         self._replicas, self._source = register_workers(
@@ -466,7 +467,7 @@ class VirtualWorld:
                 return
             self.events += not self._alone
             self._read.pop(worker, None)
-            if not said.later:
+            if said.waits:
                 self._work.pop(worker, None)
         elif isinstance(said, Gather):
             self.server.statistics.waits(worker)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import HybridStrategy
 from hybridtrain.memory import Store
 from hybridtrain.memory.counters import MadeSteps
-from hybridtrain.protocol.messages import Push
+from hybridtrain.protocol.messages import MadeStep, Push
 from hybridtrain.server.server import Server
 from hybridtrain.updates.flat.lent_state import LentFlatUpdate
 from tests.lightning.async_training.test_untold_steps import Count, Indices
@@ -43,8 +43,9 @@ def made(monkeypatch: Any) -> Counter[bool]:
     seen, on = Counter[bool](), Server.on
 
     def counted(server: Server, event: Any) -> Any:
-        if isinstance(push := getattr(event, "message", None), Push):
-            seen.update(each.own for each in (*push.former, push) if each.weight > 0)
+        if isinstance(push := getattr(event, "message", None), Push) and push.weight > 0:
+            own = isinstance(push, MadeStep)
+            seen[own] += 1 + len(push.former) if own else 1
         return on(server, event)
 
     monkeypatch.setattr(Server, "on", counted)

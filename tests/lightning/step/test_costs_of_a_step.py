@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.protocol.messages import name_of
 from hybridtrain.worlds.local.channel import Channel
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
@@ -36,12 +37,12 @@ class Counted(pl.Callback):
         send, receive = line.send, line.receive
 
         def sent(message: Any, *more: Any) -> None:
-            self.counts[type(message).__name__] += 1
+            self.counts[name_of(message)] += 1
             send(message, *more)
 
         def received() -> Any:
             message, fd = receive()
-            self.counts[type(message).__name__] += 1
+            self.counts[name_of(message)] += 1
             return message, fd
 
         def rung(*arguments: Any) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning import launcher
+from hybridtrain.protocol.messages import name_of
 from hybridtrain.protocol.shared_round import Met, SharedRound
 from hybridtrain.server.server import Server
 from tests.lightning.toys import Regression, make_trainer, regression_data
@@ -38,7 +39,7 @@ def messages(monkeypatch: Any) -> Counter[str]:
     heard, on = Counter[str](), Server.on
 
     def counted(server: Server, event: Any) -> Any:
-        heard[type(getattr(event, "message", event)).__name__] += 1
+        heard[name_of(getattr(event, "message", event))] += 1
         return on(server, event)
 
     monkeypatch.setattr(Server, "on", counted)
