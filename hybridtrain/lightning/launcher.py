@@ -149,7 +149,7 @@ class HybridLauncher(Launcher):
         return unpack(job.trainer, results, given=job.given()) if results else None
 
     def kill(self, signum: Any) -> None:
-        """Nothing: the parent forwards signals to its workers itself."""
+        """Nothing: the parent sees the signal itself, and sends ``Stop`` to its workers."""
 
 
 @contextmanager

@@ -27,14 +27,12 @@ from hybridtrain.protocol.checksums import (
     checksum_of_parameters,
     checksum_of_state,
 )
+from hybridtrain.protocol.events import BrokenOff, Completed, Event, Received, Removed, TimerExpired
 from hybridtrain.protocol.messages import (
     NOTES,
     Answer,
-    BrokenOff,
-    Completed,
     Described,
     Done,
-    Event,
     GetState,
     Install,
     MadeStep,
@@ -42,14 +40,11 @@ from hybridtrain.protocol.messages import (
     Paused,
     Push,
     ReadStats,
-    Received,
     Released,
-    Removed,
     Request,
     Resumed,
     Share,
     Stopped,
-    TimerExpired,
     name_of,
 )
 from hybridtrain.protocol.step_log import TOLD, StepLog

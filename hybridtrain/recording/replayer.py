@@ -13,18 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridtrain.protocol.checksums import GradientRows, checksum_of, checksum_of_parameters
-from hybridtrain.protocol.messages import (
-    Completed,
-    Described,
-    Event,
-    Install,
-    Note,
-    Received,
-    Removed,
-    Request,
-    Stopped,
-    TimerExpired,
-)
+from hybridtrain.protocol.events import Completed, Event, Received, Removed, TimerExpired
+from hybridtrain.protocol.messages import Described, Install, Note, Request, Stopped
 from hybridtrain.protocol.step_log import MADE
 from hybridtrain.recording.record_file import NOBODY, WOKE, Record, RecordEvent
 from hybridtrain.recording.recorder import BROKEN, FINISHED, LEFT, LOST, Stamp, ending, kind_of

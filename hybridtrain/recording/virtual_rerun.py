@@ -15,16 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.protocol.messages import (
-    NOTES,
-    Average,
-    Completed,
-    Event,
-    Push,
-    Received,
-    Removed,
-    TimerExpired,
-)
+from hybridtrain.protocol.events import Completed, Event, Received, Removed, TimerExpired
+from hybridtrain.protocol.messages import NOTES, Average, Push
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended

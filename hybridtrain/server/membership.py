@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridtrain.protocol.messages import Back, Done, Gone, Install, Removed, Share, Shared
+from hybridtrain.protocol.events import Removed
+from hybridtrain.protocol.messages import Back, Done, Gone, Install, Share, Shared
 from hybridtrain.server.barrier import Barrier
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.rounds import Replies, Rounds

@@ -25,37 +25,40 @@ from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.exchanges.exchange import MergeRule, check_rule
 from hybridtrain.memory import Store
 from hybridtrain.policies import Policy
+from hybridtrain.protocol.events import (
+    Admitted,
+    BrokenOff,
+    Completed,
+    Event,
+    Looked,
+    Received,
+    Removed,
+    Restarted,
+    TimerExpired,
+)
 from hybridtrain.protocol.facts import Began
 from hybridtrain.protocol.messages import (
-    Admitted,
     Answer,
     Average,
     Begin,
-    BrokenOff,
     Called,
     Changed,
-    Completed,
     Done,
     Draw,
-    Event,
     Gather,
     Gathered,
     GetState,
     Install,
     Lent,
-    Looked,
     Note,
     OptimizerState,
     Paused,
     Pull,
     Push,
     ReadStats,
-    Received,
     Refused,
     Released,
-    Removed,
     Request,
-    Restarted,
     Resumed,
     ScheduleCall,
     Share,
@@ -64,7 +67,6 @@ from hybridtrain.protocol.messages import (
     Stats,
     Stop,
     Stopped,
-    TimerExpired,
 )
 from hybridtrain.server.barrier import Barrier, BarrierMismatch
 from hybridtrain.server.batch_queue import BatchQueue

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from hybridtrain.protocol.checksums import GradientRows, checksum_of
+from hybridtrain.protocol.events import Received
 from hybridtrain.protocol.messages import (
     GetState,
     Note,
     Progress,
     Push,
     ReadStats,
-    Received,
     Reply,
     Request,
     Saved,

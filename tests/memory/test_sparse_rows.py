@@ -10,7 +10,8 @@ import torch
 
 from hybridtrain.memory import Layout, Store, pack, unpack
 from hybridtrain.policies import OnArrival
-from hybridtrain.protocol.messages import Average, Averaged, Clip, Push, Received, Row
+from hybridtrain.protocol.events import Received
+from hybridtrain.protocol.messages import Average, Averaged, Clip, Push, Row
 from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.factory import for_sparse
 from hybridtrain.updates.flat.chunks import merge_mixed

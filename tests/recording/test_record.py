@@ -19,6 +19,7 @@ import torch
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
+from hybridtrain.protocol.events import Received, Removed
 from hybridtrain.protocol.messages import (
     Begin,
     Gather,
@@ -26,9 +27,7 @@ from hybridtrain.protocol.messages import (
     Gone,
     MadeStep,
     Push,
-    Received,
     Released,
-    Removed,
     Resumed,
 )
 from hybridtrain.recording import Record, find_record, read_record, service_times

@@ -7,8 +7,9 @@ import torch
 
 from hybridtrain.policies import BoundedStaleness, FirstK, Policy
 from hybridtrain.policies.basic import NotTooLate
+from hybridtrain.protocol.events import BrokenOff, Removed
 from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
-from hybridtrain.protocol.messages import BrokenOff, Released, Removed
+from hybridtrain.protocol.messages import Released
 from tests.support.served import Served, refusals
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from hybridtrain.errors import UserError
 from hybridtrain.policies import Needs
+from hybridtrain.protocol.events import Admitted, Removed
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Order, Pushed, Release, SetTimer
-from hybridtrain.protocol.messages import Admitted, Released, Removed
+from hybridtrain.protocol.messages import Released
 from hybridtrain.server.server import Server
 from tests.support.served import Served
 

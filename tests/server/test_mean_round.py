@@ -8,17 +8,8 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.messages import (
-    Average,
-    Averaged,
-    Done,
-    Gone,
-    Install,
-    Received,
-    Removed,
-    Restarted,
-    Share,
-)
+from hybridtrain.protocol.events import Received, Removed, Restarted
+from hybridtrain.protocol.messages import Average, Averaged, Done, Gone, Install, Share
 from hybridtrain.server import mean_round
 from hybridtrain.server.mean_round import average
 from hybridtrain.updates.thread_pool import Pool

@@ -12,11 +12,10 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Arena, Layout
 from hybridtrain.policies import BoundedStaleness, OnArrival, RoundRobin, WaitForAll
+from hybridtrain.protocol.events import BrokenOff, Completed, Received, Removed
 from hybridtrain.protocol.messages import (
     Begin,
-    BrokenOff,
     Clip,
-    Completed,
     Draw,
     DrawnBatch,
     Gone,
@@ -27,9 +26,7 @@ from hybridtrain.protocol.messages import (
     Pull,
     Push,
     ReadStats,
-    Received,
     Released,
-    Removed,
     Resumed,
     Share,
     Snapshot,

@@ -9,8 +9,9 @@ import pytest
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.policies import Needs
+from hybridtrain.protocol.events import Received, Removed, TimerExpired
 from hybridtrain.protocol.facts import Apply, Fact, Order, Pushed, Release, SetTimer, TimerFired
-from hybridtrain.protocol.messages import Gather, Gathered, Received, Removed, TimerExpired
+from hybridtrain.protocol.messages import Gather, Gathered
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 from tests.lightning.toys import fit

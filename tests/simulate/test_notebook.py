@@ -17,8 +17,9 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import Grace, make_policy
+from hybridtrain.protocol.events import Event
 from hybridtrain.protocol.facts import Fact, Order, Pushed
-from hybridtrain.protocol.messages import Clip, Event, Visits
+from hybridtrain.protocol.messages import Clip, Visits
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import make_update
 from hybridtrain.worlds.virtual.network import Conditions

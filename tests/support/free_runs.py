@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridtrain.policies import make_policy
+from hybridtrain.protocol.events import Completed, Received, Removed, Restarted
 from hybridtrain.protocol.messages import (
     Answer,
     Back,
     Begin,
-    Completed,
     Draw,
     DrawnBatch,
     Gather,
@@ -26,11 +26,8 @@ from hybridtrain.protocol.messages import (
     LoaderPass,
     Pull,
     Push,
-    Received,
     Refused,
-    Removed,
     Request,
-    Restarted,
     Share,
 )
 from hybridtrain.protocol.spans import Spans, total

@@ -10,6 +10,7 @@ import torch
 
 from hybridtrain.memory import Layout
 from hybridtrain.policies import Policy, WaitForAll
+from hybridtrain.protocol.events import Received
 from hybridtrain.protocol.messages import (
     Average,
     Changes,
@@ -19,7 +20,6 @@ from hybridtrain.protocol.messages import (
     Gathered,
     GradientPush,
     Install,
-    Received,
     Refused,
     Released,
     Reply,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.messages import ReadStats, Received, Released, Snapshot, Stats
+from hybridtrain.protocol.events import Received
+from hybridtrain.protocol.messages import ReadStats, Released, Snapshot, Stats
 from hybridtrain.updates import Again, Contribution, Evaluation, StepInput, build_update
 from hybridtrain.updates.groups import calls_closure, is_torchs, needs_closure
 from hybridtrain.updates.per_tensor import ClosureOptimizer

@@ -12,7 +12,8 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Packed, Store, pack
 from hybridtrain.policies import OnArrival, Policy, Softsync, WaitForAll
-from hybridtrain.protocol.messages import Push, Received, Row
+from hybridtrain.protocol.events import Received
+from hybridtrain.protocol.messages import Push, Row
 from hybridtrain.updates import Contribution
 from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.staleness import (

@@ -20,29 +20,31 @@ from typing import Any
 
 from hybridtrain.monitoring.hang_detector import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, is_stopped, to_stderr
+from hybridtrain.protocol.events import (
+    BrokenOff,
+    Completed,
+    Event,
+    Looked,
+    Received,
+    Removed,
+    Restarted,
+    TimerExpired,
+)
 from hybridtrain.protocol.messages import (
     NOTES,
     PUSHES,
     Average,
     Begin,
-    BrokenOff,
-    Completed,
-    Event,
     Gather,
     Install,
-    Looked,
     Progress,
-    Received,
-    Removed,
     RequestProgress,
-    Restarted,
     Saved,
     SavePermission,
     Share,
     Shared,
     Stop,
     Stopped,
-    TimerExpired,
 )
 from hybridtrain.recovery.failure_policy import End, GoOn, Judge, OnFailure, Replace
 from hybridtrain.recovery.roster import (

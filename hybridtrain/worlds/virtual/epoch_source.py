@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from hybridtrain.exchanges import Exchange, check_visits
 from hybridtrain.memory import Layout, Store
+from hybridtrain.protocol.events import Received
 from hybridtrain.protocol.messages import (
     Changes,
     Draw,
@@ -19,7 +20,6 @@ from hybridtrain.protocol.messages import (
     GradientPush,
     LoaderPass,
     Push,
-    Received,
     Ticket,
     Visits,
 )

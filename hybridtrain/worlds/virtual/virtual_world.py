@@ -26,19 +26,15 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Await, Exchange, exchange_of
 from hybridtrain.policies import Policy
+from hybridtrain.protocol.events import Admitted, Event, Received, Removed, TimerExpired
 from hybridtrain.protocol.messages import (
-    Admitted,
     Begin,
-    Event,
     Gather,
     Gathered,
     GradientPush,
     Push,
-    Received,
     Refused,
     Released,
-    Removed,
-    TimerExpired,
 )
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server

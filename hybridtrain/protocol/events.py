@@ -1,0 +1,71 @@
+"""Events: the inputs of the server, which a world reports one at a time.
+
+In the past tense, as the facts that the server derives from them for its policy
+(:mod:`hybridtrain.protocol.facts`). ``worker`` is a number from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridtrain.protocol.messages import Note, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A request or a note of the worker has arrived."""
+
+    worker: int
+    message: Request | Note
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The worker has finished, and will enter no further meeting."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """The worker's process is gone, and what it had not pushed is lost.
+
+    ``announced``: the server tells the others, which continue without it. ``returns``: the worker
+    will be restarted.
+    """
+
+    worker: int
+    announced: bool = False
+    returns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A new process runs as this worker; meetings wait for it."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The worker begins (anew) with the newest parameters; its pending push does not count."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Some time has passed: the server counts the updates that workers have made without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimerExpired:
+    """The time ``wake_at_s`` of the server is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenOff:
+    """It is late: no worker waits for another any longer."""
+
+
+Event = Received | Completed | Removed | Restarted | Admitted | Looked | TimerExpired | BrokenOff
