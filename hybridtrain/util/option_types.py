@@ -219,11 +219,20 @@ def is_target(value: object) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
 
 
+def takes_object(kind: Any) -> bool:
+    """Whether a value of this type may be an object; a number, a text or a choice is none."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType, Annotated):
+        return any(map(takes_object, inside[:1] if origin is Annotated else inside))
+    simple = kind in _SIMPLE and kind not in (Any, object)
+    return not (simple or origin is Literal or is_typeddict(kind))
+
+
 def allows(value: Any, kind: Any, plain: bool = False) -> bool:
     """Whether a value is of a type and in its range. Types that cannot be checked allow all."""
     origin, inside = get_origin(kind), get_args(kind)
     if plain and is_target(value):
-        return True
+        return takes_object(kind)
     if origin is Annotated:
         ranges = [note for note in inside[1:] if isinstance(note, Range | Rule)]
         return allows(value, inside[0], plain) and all(each.holds(value) for each in ranges)

@@ -15,6 +15,7 @@ from hybridtrain.exchanges import make_exchange
 from hybridtrain.memory import Layout, Store, pack
 from hybridtrain.policies import make_policy
 from hybridtrain.updates import Contribution, build_update
+from hybridtrain.updates.base import StepInput
 from hybridtrain.updates.factory import for_sparse
 from hybridtrain.updates.named import make_update
 from hybridtrain.updates.thread_pool import Pool
@@ -183,7 +184,7 @@ class Table:
         given = [Contribution(0, 1.0, frozenset(), {0: pack(0, gradient, row)})]
         with torch.no_grad():
             self._update = for_sparse(self._update, given, self._store, self._pool)
-            self._update.step(given, None)
+            self._update.step(StepInput(given))
 
 
 def deferred_momentum(steps: int = 160, rows: int = 150) -> list[Law]:

@@ -73,6 +73,15 @@ ONCE: dict[str, list[str]] = {
     "strategy=ssp strategy.policy.min_workers=2": ["did you mean strategy.min_workers?"],
     "strategy=ssp +strategy.policy.min_workers=2": ["did you mean strategy.min_workers?"],
     "strategy=backup strategy.k=1": ["did you mean strategy.policy.k?"],
+    "strategy.faults=${run_dir}": ["must be a list"],
+    "strategy.policy=${run_dir}": ["known are async"],
+    "strategy.workers_per_device=${trainer}": ["must be a whole number from 1 to 4096"],
+    "test={_target_:os.getcwd}": ["test={'_target_': 'os.getcwd'}", "true or false"],
+    "trainer.max_epochs={_target_:os.getcwd}": ["a whole number from -1 on, or null"],
+    "trainer._target_=null": ["trainer._target_=null", "package.Class"],
+    "model._target_=null": ["model._target_=null", "package.Class"],
+    "+test_only_x=-1": ["there is no such option; did you mean test_only?"],
+    "+logger.tensorboard.save_dir_x=7": ["takes no argument 'save_dir_x'; did you mean save_dir?"],
     "strategy=easgd strategy.bata=1": ["did you mean strategy.exchange.beta?"],
 }
 

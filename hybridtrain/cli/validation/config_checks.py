@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -165,9 +166,9 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     if "model" in cfg and OmegaConf.is_dict(cfg.model):
         check_complete(cfg)
     given = _plain(cfg)
-    _check_keys(given, RunOptions, "")
-    _check_keys(given["task"], TaskOptions, "task.")
-    _check_keys(given["trainer"], TrainerOptions, "trainer.")
+    _check_keys(given, RunOptions, "", cfg)
+    _check_keys(given["task"], TaskOptions, "task.", cfg.task)
+    _check_keys(given["trainer"], TrainerOptions, "trainer.", cfg.trainer)
     check_types(cfg, overrides)
     if given["strategy"].get("_target_") == STRATEGY:
         _check_strategy({k: v for k, v in given["strategy"].items() if k != "_target_"})
@@ -214,16 +215,21 @@ def _of_job(node: DictConfig, name: Any) -> bool:
     return "run_dir" in text or "hydra:" in text
 
 
-def _check_keys(given: Mapping[str, Any], described: type, prefix: str) -> None:
-    """Check that declared keys have values of their types, and that groups have no others."""
+def _check_keys(given: Mapping[str, Any], described: type, prefix: str, whole: DictConfig) -> None:
+    """Check that declared keys have values of their types, and that groups have no others.
+
+    ``whole`` has, besides, the keys whose values only the running job knows.
+    """
     kinds = hints(described)
     for name, kind in kinds.items():
         if name in given:
             check(prefix + name, given[name], kind, plain=True)
-        elif name not in ("run_dir", "default_root_dir"):
+        elif name not in whole:
             raise UserError(f"{prefix}{name} is not there, and every run has it; do not remove it")
     for name in given:
-        if prefix and name not in kinds and not name.startswith("_"):
+        # Outside of the groups a key may be there for others to refer to.
+        wrong = name not in kinds and (prefix or get_close_matches(name, kinds))
+        if wrong and not name.startswith("_"):
             raise UserError(f"{prefix}{name}: there is no such option{closest(name, kinds)}")
 
 
@@ -239,17 +245,18 @@ def _check_strategy(given: Mapping[str, Any]) -> None:
 
 def _check_together(given: Mapping[str, Any]) -> None:
     """Refuse options that contradict each other; raises UserError."""
-    trainer, strategy, devices = given["trainer"], given["strategy"], given["trainer"]["devices"]
-    if given["test_only"] and given["ckpt"] is None:
+    trainer, strategy = given["trainer"], given["strategy"]
+    devices = trainer.get("devices", "auto")  # a value that only the job knows is not there
+    if given.get("test_only") and given.get("ckpt", "") is None:
         raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")
-    if given["profile"] and trainer["profiler"] is not None:
+    if given.get("profile") and trainer.get("profiler") is not None:
         raise UserError(
             f"profile=true was given together with trainer.profiler={trainer['profiler']}; a "
             "trainer has one profiler: leave one of them out"
         )
     if isinstance(devices, list) and (not devices or len(set(devices)) < len(devices)):
         raise UserError(f"trainer.devices={devices}: name GPUs, and each of them once, as in [0,2]")
-    faults = read_faults(given["faults"])
+    faults = read_faults(given.get("faults"))
     if faults and "faults" not in strategy:
         raise UserError(
             f"faults={given['faults']} was given, but strategy {strategy.get('_target_')} cannot "
@@ -259,9 +266,9 @@ def _check_together(given: Mapping[str, Any]) -> None:
     if devices == "auto" or strategy.get("_target_") != STRATEGY:
         return
     n_devices = len(devices) if isinstance(devices, list) else devices
-    n_workers = n_devices * strategy["workers_per_device"]
-    make_policy(strategy["policy"]).begin(n_workers)
-    check_workers(read_faults(strategy["faults"]), n_workers)
+    n_workers = n_devices * strategy.get("workers_per_device", 1)
+    make_policy(strategy.get("policy", "hybrid")).begin(n_workers)
+    check_workers(read_faults(strategy.get("faults")), n_workers)
 
 
 # ---- arguments of classes -----------------------------------------------------------------------

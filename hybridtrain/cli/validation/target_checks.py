@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,7 +47,7 @@ def _check_target(key: str, node: DictConfig) -> None:
     if _is_library(name):
         values = {name: value for name, value in _given_values(node) if name in given}
         check_arguments(target, values, f"{key}.", plain=True)
-    parameters = _parameters(target)
+    parameters = _parameters(target, given)
     if parameters is None:
         return
     for word in given:
@@ -88,17 +88,26 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+# A class that takes any argument hands those that it does not name over to another.
+_HANDS_ON_TO = {"TensorBoardLogger": "torch.utils.tensorboard.SummaryWriter"}
+
+
+def _parameters(
+    target: Callable[..., Any], given: Sequence[str]
+) -> dict[str, inspect.Parameter] | None:
     """Named parameters of ``target``; None if it takes any, or has no signature."""
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return None
-    if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {k: p for k, p in parameters.items() if p.kind in by_name}
+    if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        return named
+    other = _HANDS_ON_TO.get(getattr(target, "__name__", ""))
+    if other is None or named.keys() >= set(given):
         return None
-    return {
-        k: p for k, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)
-    }
+    return named | (_parameters(pkgutil.resolve_name(other), given) or {})
 
 
 # ---- instantiation ------------------------------------------------------------------------------
@@ -117,7 +126,9 @@ def made(key: str, node: DictConfig, kind: type, **parts: Any) -> Any:
         UserError: if a library's class refuses its arguments, or the object is no ``kind``.
         Exception: any exception of a user's own class.
     """
-    name = str(node.get("_target_"))
+    if node.get("_target_") is None:
+        raise UserError(f"{key}._target_=null was given; give package.Class")
+    name = str(node["_target_"])
     try:
         thing = instantiate(node, _partial_=True, _convert_="all")(**parts)
     except (UserError, ModuleNotFoundError):
