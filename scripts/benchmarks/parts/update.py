@@ -25,7 +25,7 @@ from benchmarks.parts.bandwidth import bandwidth
 from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
 from benchmarks.runs import Job
 from hybridtrain.memory import Layout, Store
-from hybridtrain.updates.base import Contribution
+from hybridtrain.updates.base import Contribution, StepInput
 from hybridtrain.updates.factory import build_update
 from hybridtrain.updates.thread_pool import Pool
 
@@ -86,7 +86,7 @@ def _ours(parameters: int) -> Callable[[], object]:
 
     def step() -> None:
         with torch.no_grad():
-            update.step(contributions, None)
+            update.step(StepInput(contributions))
 
     return step
 
