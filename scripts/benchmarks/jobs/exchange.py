@@ -25,7 +25,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.limits import available_bytes
 from hybridtrain.policies import make_policy
-from hybridtrain.protocol.messages import Install, Push
+from hybridtrain.protocol.messages import GradientPush, Install
 from hybridtrain.server.server import Server
 from hybridtrain.updates.serialize import dump
 from hybridtrain.worker.client import Client
@@ -65,7 +65,7 @@ def _push(parameters: int, seconds: float, client: Client) -> float:
     weight = torch.nn.Parameter(store.master(slot))
     optimizer = torch.optim.Adam([weight], lr=1e-4)
     client.install(Install((dump(optimizer, {id(weight): 0}),) if client.worker == 0 else ()))
-    return _timed(lambda: client.push(Push(0, 1.0)), parameters, client.n_workers, seconds)
+    return _timed(lambda: client.push(GradientPush(0, 1.0)), parameters, client.n_workers, seconds)
 
 
 def _timed(step: Callable[[], object], parameters: int, workers: int, seconds: float) -> float:
