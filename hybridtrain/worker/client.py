@@ -112,6 +112,7 @@ class Client:
         self.away: set[int] = set()  # to be restarted
         self.lost_at = 0  # version at the last loss
         self.joins = False  # restarted, and without a step so far
+        self.has_stepped = False  # in this process
         self.on_change: Callable[[], object] = lambda: None  # a worker is gone or back
         # Parameters and pushes.
         self.version = 0  # of the last release
@@ -131,8 +132,7 @@ class Client:
         self.snapshot_counts: dict[str, int] = {}  # updates, samples of this run at that moment
         self._tickets = Tickets(worker)
         self._covers: list[DrawnBatch] = []
-        # Calls of learning-rate schedules.
-        self._calls: list[ScheduleCall] = []  # not sent yet
+        self._calls: list[ScheduleCall] = []  # of learning-rate schedules, not sent yet
         self.has_called = False  # from then on the server makes each update
         self.take_calls: Callable[[tuple[ScheduleCall, ...]], object] = lambda calls: None
         # A patient worker called to a round or a meeting joins it by this, then waits again.
@@ -244,7 +244,7 @@ class Client:
 
     def _count(self, own: OwnSteps, push: Push, then: Taking) -> None:
         covers, self._covers = self._covers, []
-        self.version = own.make(push, covers, then)
+        self.version, self.has_stepped = own.make(push, covers, then), True
 
     def _makes(self, push: Push, then: Taking) -> bool:
         """Make the update of this push one by one, if possible; returns whether it was."""
@@ -470,6 +470,7 @@ class Client:
             self._tickets.add(draw.lap, ticket)
         if not push.made:  # else this worker knows a newer version
             self.version, self.counted = released.version, self.counted and released.counted
+            self.has_stepped = True
         if self.joins:  # its first step has ended
             self.joins = self.solo = False
         then(released)

@@ -100,7 +100,9 @@ class UnevenEvaluation:
     def _sharing(self) -> tuple[int, ...]:
         """The workers that share the samples; all agree on them if workers may be lost for good."""
         client, choice = self._client, context_of(self._trainer).on_failure.choice
-        if client.n_workers == 1 or client.solo or choice != "continue":
+        if not client.has_stepped and client.away >= {*client.there} - {client.worker}:
+            return (client.worker,)  # the others are not restarted before it has stepped
+        if client.solo or choice != "continue":
             return client.there
         client.gather("who evaluates", None)
         return client.met
