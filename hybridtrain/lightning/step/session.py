@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from pytorch_lightning import LightningModule, Trainer
 
-from hybridtrain.exchanges import Exchange, Requirements
-from hybridtrain.exchanges.compression import codec_of
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange, LocalExchange, Requirements
+from hybridtrain.exchanges.compression import Codec, codec_of
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.preflight.strategy_checks import Transport, check_parameters
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
-from hybridtrain.lightning.step.in_place import NoOptimizer, writes_itself
+from hybridtrain.lightning.step.gradient_step import GradientStep
+from hybridtrain.lightning.step.in_place import NoOptimizer, in_place_step, writes_itself
+from hybridtrain.lightning.step.local_step import LocalStep
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.saved_states import SavedStates
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers, room_for, shared
@@ -29,15 +32,20 @@ from hybridtrain.lightning.step.trained_parameters import (
     sparse_numbers,
     sparse_slots,
 )
-from hybridtrain.lightning.step.ways import Stepping, StepWays
 from hybridtrain.lightning.step.worker_step import StepParts, WorkerStep
 from hybridtrain.memory import Layout, unpack
 from hybridtrain.protocol.messages import Average, Averaged, Install, Row
-from hybridtrain.updates.groups import puts_off, takes_sparse
+from hybridtrain.updates.groups import calls_closure, puts_off, takes_sparse
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.own_updates.own_steps import OwnSteps
+from hybridtrain.worker.replica import Replica
+from hybridtrain.worker.replica_cuda import open_replica
+from hybridtrain.worker.replica_own import OwnReplica
+
+# Makes the step of one of the module's optimizers, which has this number among them.
+MakeStep = Callable[[torch.optim.Optimizer, int, StepParts], WorkerStep]
 
 
 class Session:
@@ -53,6 +61,9 @@ class Session:
         on_fault: what to do where there is no contribution to make.
         transport: how gradients and parameters travel.
     """
+
+    replica: Replica  # this worker's side of the parameters
+    _make_step: MakeStep
 
     def __init__(
         self,
@@ -75,52 +86,65 @@ class Session:
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
         self._requirements, self._update = requirements, update
+        self.saved = SavedStates(client)
         joint = requirements.parameters == "masters" and client.n_workers > 1
         buffers = shared(module) if joint else []
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
-        self.saved, alone = SavedStates(client), requirements.steps_in_worker
         self._unseen = gradients_are_final(module.trainer)
-        self.final = self._unseen and not alone
+        self.final = self._unseen and not requirements.steps_in_worker
         self.averages = joint and not self.final
         narrow = None if self.averages else transport.dtype  # or the mean would be rounded, too
         sparse = sparse_slots(module, self._optimizers, self._number_of)
         layout = Layout.of(named, room_for(buffers), narrow, not self.written, sparse)
         meets = self._may_meet(exchange)
-        self._store = client.shared_store(layout, requirements, self.averages, meets)
+        self._store = store = client.shared_store(layout, requirements, self.averages, meets)
         self._publish()
         client.gather("initial parameters", None)
-        self._store.refresh(client.worker)
-        self.buffers = SharedBuffers(buffers, self._store, client) if buffers else None
+        store.refresh(client.worker)
+        self.buffers = SharedBuffers(buffers, store, client) if buffers else None
         self.share_buffers()
-        self._stepping = self._chosen_by(exchange)
-        self.replica = self._stepping.replica
-        self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
-        check = FiniteCheck(self._store, client.worker)
+        client.own = OwnSteps.of(client.worker, store)
+        self.steps: list[WorkerStep] = []
+        self.replica, self._make_step = exchange.worker_steps(self)
+        self._means = [store.mean(s) for s in layout.slots] if self.averages else []
+        check = FiniteCheck(store, client.worker)
         self.guard = GradientGuard(on_fault, check, layout, module.trainer)
         self._gathered = Accumulation()
-        self.steps: list[WorkerStep] = []
 
     def _may_meet(self, exchange: Exchange) -> bool:
         """Whether an update is one gradient, on the host, stepped by the user's only optimizer."""
         host = self._parameters[0].device.type == "cpu" and codec_of(exchange) is None
         return host and self._unseen and len(self._optimizers) == 1 and self._update.is_users
 
-    def _chosen_by(self, exchange: Exchange) -> Stepping:
-        """How this worker steps."""
-        self._client.own = OwnSteps.of(self._client.worker, self._store)
-        stepping: Stepping = exchange.worker_steps(
-            StepWays(
-                self._client,
-                self._store,
-                self._parameters,
-                self._optimizers,
-                self.final,
-                self.written,
-                self._requirements.whole_rounds,
-                steps=lambda: self.steps,
-            )
-        )
-        return stepping
+    # ---- the ways to step, of which the exchange calls one: ``Ways`` in exchanges/exchange.py ----
+
+    def hand_over_gradients(self, codec: Codec | None) -> tuple[Replica, MakeStep]:
+        """Raises ``UserError`` if an optimizer compares losses, whose gradients are rounded."""
+        for optimizer in () if codec is None else self._optimizers:
+            if calls_closure(optimizer):
+                raise UserError(
+                    f"exchange.compress={codec} was given with {type(optimizer).__name__}, which "
+                    "evaluates its closure several times in a step and compares the losses, so "
+                    "its gradients must not be rounded; leave it out, or use SGD or Adam"
+                )
+        client, store = self._client, self._store
+        replica = open_replica(self._parameters, store, client.worker, self.final, codec)
+        client.meanwhile = replica.meanwhile
+        client.meet(store, lambda: [(step.optimizer, step.numbers) for step in self.steps])
+        return replica, GradientStep
+
+    def write_to_masters(self, private_state: bool) -> tuple[Replica, MakeStep]:
+        """Workers step the masters themselves."""
+        replica = open_replica(self._parameters, self._store, self._client.worker, False)
+        return replica, partial(in_place_step, self.written, private_state)
+
+    def step_own_parameters(self, exchange: LocalExchange) -> tuple[Replica, MakeStep]:
+        """Workers step parameters of their own."""
+        keeps = exchange.keeps or self._requirements.whole_rounds
+        replica = OwnReplica(self._parameters, self._store, self._client.worker, keeps)
+        return replica, partial(LocalStep, replica=replica, exchange=exchange)
+
+    # ---- the beginning of training --------------------------------------------------------------
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -217,7 +241,7 @@ class Session:
         """The step of one optimizer: a new one, unless the optimizer has one of this session."""
         step = vars(optimizer).get("step")
         if not isinstance(step, WorkerStep) or step not in self.steps:
-            step = self._stepping.make(optimizer, number, parts)
+            step = self._make_step(optimizer, number, parts)
             optimizer.step = step  # type: ignore[method-assign]
             # Or a fused one is taken to unscale gradients in its step, which is sent away.
             vars(optimizer)["_step_supports_amp_scaling"] = False
