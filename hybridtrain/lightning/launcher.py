@@ -41,6 +41,7 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     check_own_parameters,
     check_parameters,
     check_trainer,
+    check_transport,
 )
 from hybridtrain.lightning.replay.run_record import Runner, serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
@@ -206,7 +207,7 @@ def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
     check_correction(strategy.correction, strategy.requirements, strategy.policy)
     if strategy.requirements.in_place:
         check_lock_free(trainer, strategy.world_size, strategy.correction)
-    strategy.transport.check(strategy, trainer, strategy.requirements)
+    check_transport(strategy)
     if strategy.requirements.parameters == "own":
         check_own_parameters(strategy, trainer)
     check_sizes(strategy.data_options["batch_size_per_worker"], strategy.world_size)

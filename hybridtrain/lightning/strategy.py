@@ -42,7 +42,6 @@ from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
-from hybridtrain.lightning.preflight.strategy_checks import Transport
 from hybridtrain.lightning.replay.run_record import Recording
 from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.lightning.results.training_at_home import before_configuring
@@ -153,7 +152,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         self.device_memory = DeviceMemory(given["device_memory_fraction"])
         self.stop_grace_s = given["stop_grace_s"]
         self.on_fault = OnFault(given["on_nonfinite"], given["on_oom"])
-        self.transport = Transport.of(given["transport_dtype"])
+        self.transport = None if given["transport_dtype"] is None else torch.bfloat16
         self.data_options: StrategyArguments = given
         self.recording = Recording.at(given["record"])
         self.keeping = CheckpointWriting(given["checkpoint"])

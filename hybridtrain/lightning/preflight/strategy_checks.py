@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,41 +174,30 @@ def check_parameters(module: torch.nn.Module) -> None:
 
 # ---- the option transport_dtype: rounding of gradients between device and host memory -----------
 
-_DTYPES = {None: None, "bf16": torch.bfloat16}
 
+def check_transport(strategy: HybridStrategy) -> None:
+    """Check the option against the others.
 
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """``dtype``: float32 gradients are rounded to it for the transfer."""
-
-    dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, dtype: Any) -> Transport:
-        """Make it from the option's checked value."""
-        return cls(_DTYPES[dtype])
-
-    def check(self, strategy: Any, trainer: Any, requirements: Requirements) -> None:
-        """Check it against the other options.
-
-        Raises:
-            UserError: naming the options.
-        """
-        if self.dtype is not None and strategy.correction is not None:
-            raise UserError(
-                f"transport_dtype=bf16 was given with correction={strategy.correction}, which "
-                "changes gradients where they lie and would round them once more; leave one out"
-            )
-        if self.dtype is not None and codec_of(strategy.exchange) is not None:
-            raise UserError(
-                f"transport_dtype=bf16 was given with exchange={strategy.exchange}, which encodes "
-                "what workers hand over, from the dtype that it has; leave one out"
-            )
-        if self.dtype is not None and requirements.in_place:
-            raise UserError(
-                "transport_dtype=bf16 was given, but workers without a lock send no gradients; "
-                "leave it out, or use strategy=async"
-            )
+    Raises:
+        UserError: naming the options.
+    """
+    if strategy.transport is None:
+        return
+    if strategy.correction is not None:
+        raise UserError(
+            f"transport_dtype=bf16 was given with correction={strategy.correction}, which "
+            "changes gradients where they lie and would round them once more; leave one out"
+        )
+    if codec_of(strategy.exchange) is not None:
+        raise UserError(
+            f"transport_dtype=bf16 was given with exchange={strategy.exchange}, which encodes "
+            "what workers hand over, from the dtype that it has; leave one out"
+        )
+    if strategy.requirements.in_place:
+        raise UserError(
+            "transport_dtype=bf16 was given, but workers without a lock send no gradients; "
+            "leave it out, or use strategy=async"
+        )
 
 
 _NOTEWORTHY = 0.5  # updates: as stale as with one and a half workers
@@ -246,7 +234,7 @@ def check_own_parameters(strategy: HybridStrategy, trainer: Any) -> None:
             f"correction={strategy.correction} was given with {asked}, but no gradient is handed "
             "over that could be corrected; leave it out, or use exchange=gradient"
         )
-    if strategy.transport.dtype is not None:
+    if strategy.transport is not None:
         raise UserError(
             f"transport_dtype=bf16 was given with {asked}, but what workers have come to is handed "
             "over seldom, and would be rounded; leave it out, or use exchange=gradient"

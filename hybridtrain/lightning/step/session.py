@@ -15,7 +15,7 @@ from hybridtrain.exchanges import Exchange, LocalExchange, Requirements
 from hybridtrain.exchanges.compression import Codec, codec_of
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
-from hybridtrain.lightning.preflight.strategy_checks import Transport, check_parameters
+from hybridtrain.lightning.preflight.strategy_checks import check_parameters
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
@@ -59,7 +59,7 @@ class Session:
         exchange: what workers hand over.
         update: how the masters move.
         on_fault: what to do where there is no contribution to make.
-        transport: how gradients and parameters travel.
+        transport: float32 gradients are rounded to this dtype on their way; ``None``: they are not.
     """
 
     replica: Replica  # this worker's side of the parameters
@@ -74,7 +74,7 @@ class Session:
         exchange: Exchange,
         update: NamedUpdate,
         on_fault: OnFault,
-        transport: Transport,
+        transport: torch.dtype | None,
     ) -> None:
         self._client, self._module, self._optimizers = client, module, list(optimizers)
         self.trainer: Trainer = module.trainer
@@ -93,7 +93,7 @@ class Session:
         self._unseen = gradients_are_final(module.trainer)
         self.final = self._unseen and not requirements.steps_in_worker
         self.averages = joint and not self.final
-        narrow = None if self.averages else transport.dtype  # or the mean would be rounded, too
+        narrow = None if self.averages else transport  # or the mean would be rounded, too
         sparse = sparse_slots(module, self._optimizers, self._number_of)
         layout = Layout.of(named, room_for(buffers), narrow, not self.written, sparse)
         meets = self._may_meet(exchange)
