@@ -6,7 +6,7 @@ lock-step free-running workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +20,12 @@ from hybridtrain.errors import UserError
 from hybridtrain.worker.client import Client
 
 T = TypeVar("T")
+_FOLDS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+    "product": torch.prod,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +51,6 @@ class Collectives:
         self.local = False
         self.weight = 1.0  # samples in this worker's mini-batch
         self.alone = ""  # why no other worker takes part now; empty: they do
-
-    @property
-    def worker(self) -> int:
-        """The worker's number."""
-        return self._client.worker
-
-    @property
-    def place(self) -> int:
-        """The index of this worker's part in the last gather."""
-        return self._client.place
 
     @property
     def n_workers(self) -> int:
@@ -97,12 +93,10 @@ class Collectives:
             mine = tree_map_only(torch.Tensor, _sent, obj) if client.worker == source else None
             known = self._gather("broadcast", (source, mine))
             if all(whose == source for whose, _ in known) and source in client.met:
-                return tree_map_only(_OnDevice, self._landed, known[client.met.index(source)][1])
+                found = known[client.met.index(source)][1]
+                return tree_map_only(_OnDevice, lambda sent: sent.tensor.to(self._device), found)
             # It was lost meanwhile, or not all know that it is; all know which workers have met.
             source = src if src in client.met else client.met[0]
-
-    def _landed(self, sent: _OnDevice) -> torch.Tensor:
-        return sent.tensor.to(self._device)
 
     def decide(self, decision: bool, all_must_agree: bool) -> bool:
         """Whether all (or any) workers decide True."""
@@ -124,8 +118,16 @@ class Collectives:
             return tensor.copy_(result)  # type: ignore[return-value]
         return result  # type: ignore[return-value]
 
-    def all_gather(self, tensor: torch.Tensor, sync_grads: bool) -> torch.Tensor:
-        """All workers' tensors, stacked: (W, …)."""
+    def all_gather(
+        self, tensor: torch.Tensor, sync_grads: bool, weight: float = 1.0
+    ) -> torch.Tensor:
+        """All workers' tensors, stacked: (W, …).
+
+        Args:
+            tensor: this worker's.
+            sync_grads: let its gradient be that of the sum of all workers' losses.
+            weight: of this worker's loss in that sum; its own gradient is divided by it.
+        """
         self._check_that_others_come("all_gather")
         if self.local:
             raise UserError(
@@ -133,7 +135,7 @@ class Collectives:
                 "call it at the end of an epoch, or use strategy=hybrid"
             )
         if sync_grads:
-            return _GatherWithGradient.apply(tensor, self._client)
+            return _GatherWithGradient.apply(tensor, self._client, weight)
         return _stack(self._client, "all_gather", tensor)
 
     def teach(self, module: torch.nn.Module) -> None:
@@ -152,17 +154,20 @@ class Collectives:
 
 
 class _GatherWithGradient(torch.autograd.Function):
-    """Forward: stack. Backward: the sum of all workers' gradients of this worker's part."""
+    """Forward: stack. Backward: the weighted sum of all workers' gradients of this worker's part.
+
+    It is divided by this worker's weight, since a worker's gradients are weighted later.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, client: Client) -> torch.Tensor:
-        ctx.client = client
+    def forward(ctx: Any, tensor: torch.Tensor, client: Client, weight: float) -> torch.Tensor:
+        ctx.client, ctx.weight = client, weight
         return _stack(client, "all_gather", tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = _stack(ctx.client, "all_gather backward", grads[0]).sum(dim=0)
-        return total[ctx.client.place], None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        total = _stack(ctx.client, "all_gather backward", grads[0] * ctx.weight).sum(dim=0)
+        return total[ctx.client.place] / max(ctx.weight, 1e-12), None, None
 
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor | _OnDevice:
@@ -175,21 +180,14 @@ def _stack(client: Client, tag: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _op_name(op: Any) -> str:
     name = "mean" if op is None else str(op).rsplit(".", maxsplit=1)[-1].lower()
-    if name not in ("mean", "avg", "sum", "max", "min", "product"):
+    if name not in ("mean", "avg", *_FOLDS):
         rank_zero_warn(f"the reduction {op!r} is unknown; the mean is taken instead")
         return "mean"
     return name
 
 
 def _fold(stacked: torch.Tensor, name: str) -> torch.Tensor:
-    match name:
-        case "sum":
-            return stacked.sum(dim=0)
-        case "max":
-            return stacked.amax(dim=0)
-        case "min":
-            return stacked.amin(dim=0)
-        case "product":
-            return stacked.prod(dim=0)
+    if name in _FOLDS:
+        return _FOLDS[name](stacked, dim=0)
     floating = stacked if stacked.is_floating_point() else stacked.to(torch.float32)
     return floating.mean(dim=0)

@@ -11,7 +11,7 @@ Legend: C channels, W workers.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pytorch_lightning.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -84,30 +84,11 @@ def _statistics(
     deviations = (wide - mean.view(1, -1, *[1] * (input.dim() - 2))).square().sum(others)
     deviations = deviations * counts_at_all
     local = torch.stack([mean, deviations, torch.full_like(mean, own)])  # (3, C)
-    means, sums, counts = _Gathered.apply(local, group).unbind(dim=1)  # each (W, C)
+    means, sums, counts = group.all_gather(local, True, group.weight).unbind(dim=1)  # (W, C)
     total = counts.sum(dim=0)
     overall = (counts * means).sum(dim=0) / total
     variance = (sums + counts * (means - overall).square()).sum(dim=0) / total
     return overall, variance, float(total[0])
-
-
-class _Gathered(torch.autograd.Function):
-    """Forward: all workers' statistics, stacked. Backward: all losses' gradient of this worker's.
-
-    The mean of the losses is weighted by samples, and each worker's gradient is weighted by its
-    samples later; hence the ratio.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: Collectives) -> torch.Tensor:
-        ctx.group = group
-        return group.all_gather(local.detach(), sync_grads=False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        group: Collectives = ctx.group
-        everybodys = group.all_gather(grads[0] * group.weight, sync_grads=False)
-        return everybodys.sum(dim=0)[group.place] / max(group.weight, 1e-12), None
 
 
 def synchronise(
