@@ -11,11 +11,9 @@ from tests.test_architecture import FILES, PACKAGE
 # Where bytes become objects by way of pickle, and who has made these bytes.
 PICKLES = {
     "worker/client.py": "the parent, over an inherited socket",
-    "lightning/failover/rejoin.py": "another worker, by way of the parent",
     "lightning/failover/rng_mailbox.py": "the worker that was lost, in nameless memory of the run",
     "lightning/data/evaluation_sampler.py": "other workers, by way of the parent",
-    "lightning/results/worker_result.py": "a worker, over an inherited socket or a nameless file",
-    "memory/scratch_file.py": "a worker, in a nameless file of the parent",
+    "memory/scratch_file.py": "a worker, over an inherited socket or in a nameless file",
     "updates/serialize.py": "the parent or a worker, over an inherited socket",
     "updates/optimizer_set.py": "a worker, over an inherited socket",
     "worlds/local/channel.py": "the parent or a worker, over an inherited socket",

@@ -26,10 +26,6 @@ class Scratch:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
         self._closed = weakref.finalize(self, os.close, self._fd) if self._fd >= 0 else None
 
-    def load(self) -> Any:
-        """Load what the other process wrote with :func:`fill`; tensors are views of the file."""
-        return read(self.path)
-
     def close(self) -> None:
         """Close the descriptor; loaded tensors stay valid."""
         if self._closed is not None:
@@ -56,11 +52,13 @@ def as_bytes(content: Any) -> bytes:
 
 
 def read(path: str, rest: bytes = b"") -> Any:
-    """Load what :func:`fill` has written to ``path``, or has returned as ``rest``.
+    """Load what :func:`fill` has written to ``path``, or :func:`as_bytes` has made as ``rest``.
 
-    Tensors are loaded to the CPU: the other process may have used another device.
+    Tensors are loaded to the CPU, since the other process may have used another device; those of a
+    file are views of it.
     """
-    # From the parent or another worker of this run, so not a stranger's pickle.
+    # From the parent or another worker of this run, so not a stranger's pickle; states of modules
+    # may hold any object (get_extra_state).
     if rest:
         return torch.load(io.BytesIO(rest), map_location="cpu", weights_only=False)
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)

@@ -13,12 +13,10 @@ the sending worker, because all draw alike from one seed as long as their mini-b
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.loggers import CSVLogger
 
 from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
@@ -33,7 +31,7 @@ from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.memory.scratch_file import as_bytes
+from hybridtrain.memory.scratch_file import as_bytes, read
 from hybridtrain.protocol.messages import Progress
 from hybridtrain.protocol.spans import split, total
 from hybridtrain.worker.client import Client
@@ -170,8 +168,7 @@ class Rejoin:
     """
 
     def __init__(self, told: bytes, version: int, trainer: pl.Trainer, client: Client) -> None:
-        # From another worker of this run over inherited sockets, so not a stranger's pickle.
-        self._checkpoint = torch.load(io.BytesIO(told), map_location="cpu", weights_only=False)
+        self._checkpoint = read("", told)
         self._ours = self._checkpoint.pop(_OURS)
         self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
         self._trainer: Any = trainer

@@ -8,7 +8,6 @@ of a training in this process.
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 
 from hybridtrain.lightning.data.evaluation_sampler import Outputs, collect, in_order
 from hybridtrain.lightning.hooks.loop_hooks import (
@@ -41,7 +39,7 @@ from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
 from hybridtrain.lightning.results.optimizers_at_home import Trained
 from hybridtrain.lightning.results.training_at_home import Sizes, UpdatesAtHome, load_weights
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill
+from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill, read
 from hybridtrain.util.files import interrupted_in
 
 
@@ -117,10 +115,10 @@ def unpack(
             "checkpoint has what it had saved"
         )
     others = [each for each in results if not isinstance(each, WorkerResult)]
-    heavy = scratch.load() if scratch is not None and not home.heavy else _load(home.heavy)
+    heavy = read("" if scratch is None else scratch.path, home.heavy)
     load_weights(trainer, heavy["weights"], heavy["buffers"], home.before_configuring)
     reset_metrics(trainer)  # of the last call only, as in one process
-    show_metrics(trainer, _load(home.tensors))
+    show_metrics(trainer, read("", home.tensors))
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
     home.sizes.give(trainer, given or {})
@@ -155,12 +153,6 @@ def save_finished(
             warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
             return
         print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
-
-
-def _load(payload: bytes) -> Any:
-    # From a child of this process over an inherited socket, so not a stranger's pickle; module
-    # states may hold any object (get_extra_state).
-    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
 
 
 def _all(trainer: Any) -> list[pl.Callback]:

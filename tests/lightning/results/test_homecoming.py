@@ -66,7 +66,7 @@ def test_the_memory_is_given_back_once_nobody_looks_at_it() -> None:
     before = held()
     room = scratch_file.Scratch()
     assert scratch_file.fill(room.path, {"a": torch.ones(3)}) == b""
-    found = room.load()
+    found = scratch_file.read(room.path)
     room.close()
     room.close()
     assert torch.equal(found["a"], torch.ones(3))
