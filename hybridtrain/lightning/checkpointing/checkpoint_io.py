@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config
 
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.util.files import seal, write_whole
@@ -73,7 +73,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             return
         self._make_room()
         content = io.BytesIO()
-        with _checksums():
+        with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(checkpoint, content)
         seal(content)
         self._n_kept += 1
@@ -169,17 +169,6 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "hybridtrain-checkpoint")
         self._pending.append((os.fspath(path), self._thread.submit(work)))
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Write CRC32 checksums, whatever the user's program has set."""
-    former = get_crc32_options()
-    set_crc32_options(True)
-    try:
-        yield
-    finally:
-        set_crc32_options(former)
 
 
 def _is_local(path: Any) -> bool:
