@@ -48,8 +48,14 @@ def step_schedulers(trainer: pl.Trainer, before: int, now: int, most: float) -> 
     As in Lightning, ``frequency`` counts the epoch's mini-batches: of one device that has made as
     many updates, and has ``most`` mini-batches in the epoch.
     """
+    progress = trainer.fit_loop.epoch_loop.scheduler_progress
     for _, batches in _updates(trainer, before, now, most):
-        _step_after(trainer, batches)
+        for config in trainer.lr_scheduler_configs:
+            by_step = config.interval == "step" and not config.reduce_on_plateau
+            if by_step and batches % config.frequency == 0:
+                progress.increment_ready()
+                step_scheduler(trainer, config.scheduler)
+                progress.increment_completed()
 
 
 def updates_due(
@@ -68,17 +74,6 @@ def _updates(
     began = counts.total.completed - counts.current.completed
     for update in range(before + 1, now + 1):
         yield update, min((update - began) * accumulated, most)
-
-
-def _step_after(trainer: pl.Trainer, batches: float) -> None:
-    """Step the schedulers that are due after so many of the epoch's mini-batches."""
-    progress = trainer.fit_loop.epoch_loop.scheduler_progress
-    for config in trainer.lr_scheduler_configs:
-        by_step = config.interval == "step" and not config.reduce_on_plateau
-        if by_step and batches % config.frequency == 0:
-            progress.increment_ready()
-            step_scheduler(trainer, config.scheduler)
-            progress.increment_completed()
 
 
 def scheduled_steps(trainer: pl.Trainer) -> int:

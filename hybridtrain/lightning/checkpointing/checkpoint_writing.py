@@ -35,7 +35,6 @@ from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.util.files import check_input, fault_of
 
 _COARSE_S = 2.0  # clocks of file systems
-CHOICES = ("blocking", "background")
 
 
 @dataclass

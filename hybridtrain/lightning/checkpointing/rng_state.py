@@ -63,8 +63,7 @@ class RngState:
 
     def begin_batch(self, owes: bool = False) -> None:
         """A mini-batch begins: restore, or remember torch's state. ``owes``: masters lack steps."""
-        if self._kept is not None:
-            self._throw(self._kept)
+        self.throw()
         if self._whole:
             self._before, self._whole = torch.get_rng_state(), False
             if not owes:
@@ -133,16 +132,13 @@ class RngState:
             self._kept = None
 
     def throw(self) -> None:
-        """Restore the states now."""
-        if self._kept is not None:
-            self._throw(self._kept)
-
-    def _throw(self, state: dict[str, Any]) -> None:
-        self._kept = None
-        version, numbers, gauss = state["python"]
-        name, keys, *rest = state["numpy"]
-        python = version, tuple(_numbers(numbers).tolist()), gauss
-        put({**state, "python": python, "numpy": (name, _numbers(keys), *rest)})
+        """Restore the states now, if there are some."""
+        state, self._kept = self._kept, None
+        if state is not None:
+            version, numbers, gauss = state["python"]
+            name, keys, *rest = state["numpy"]
+            python = version, tuple(_numbers(numbers).tolist()), gauss
+            put({**state, "python": python, "numpy": (name, _numbers(keys), *rest)})
 
 
 def _tensor(numbers: Any) -> torch.Tensor:

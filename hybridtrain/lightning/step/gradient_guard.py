@@ -28,7 +28,6 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory import Layout, Packed
 from hybridtrain.worker.finite import FiniteCheck
 
-CHOICES = ("raise", "drop", "skip_step")
 AUTO = "auto"
 NONFINITE, OUT_OF_MEMORY = "nonfinite", "oom"
 _WARNINGS = 10  # of each worker; after that, faults are only counted
@@ -42,7 +41,7 @@ class NotFinite(UserError):
 
 @dataclass(frozen=True, slots=True)
 class OnFault:
-    """The user's choices, each one of ``CHOICES``; ``nonfinite`` may be ``auto``, too."""
+    """The user's choices: ``raise``, ``drop``, ``skip_step``; ``nonfinite`` may be ``auto``, too."""
 
     nonfinite: str = AUTO
     oom: str = "raise"

@@ -95,18 +95,14 @@ class SharedBuffers:
             self._take(turn)
 
     def _leave(self, turn: int) -> None:
-        if self._staged is None:
-            self._exchange(self._places[turn], out=True)
-            return
-        self._exchange(self._stages, out=True)
-        self._turns[turn][_TAG_BYTES:].copy_(self._staged[_TAG_BYTES:])
+        self._exchange(self._stages or self._places[turn], out=True)
+        if self._staged is not None:
+            self._turns[turn][_TAG_BYTES:].copy_(self._staged[_TAG_BYTES:])
 
     def _take(self, turn: int) -> None:
-        if self._staged is None:
-            self._exchange(self._places[turn], out=False)
-            return
-        self._staged.copy_(self._turns[turn])
-        self._exchange(self._stages, out=False)
+        if self._staged is not None:
+            self._staged.copy_(self._turns[turn])
+        self._exchange(self._stages or self._places[turn], out=False)
 
     def _exchange(self, places: list[torch.Tensor], out: bool) -> None:
         """Copy; a buffer that has become another shape in training is each worker's own."""

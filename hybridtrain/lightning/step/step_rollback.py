@@ -12,21 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.worker.client import Client
-
-
-class _Place(NamedTuple):
-    """In a step: what Lightning has counted so far."""
-
-    counts: list[dict[str, int]]
-    logged_step: int
-    is_last_batch: bool
 
 
 class StepRollback:
@@ -52,9 +44,8 @@ class StepRollback:
         if (offered := self._client.unsettled) is not None:
             loop = self._trainer.fit_loop.epoch_loop
             counts = [counts.copy() for counts in _counts(self._trainer)]
-            is_last = loop.batch_progress.is_last_batch
-            place = _Place(counts, logged_step(self._trainer), is_last)
-            offered.undoing.append(partial(self._put_back, place))
+            step, is_last = logged_step(self._trainer), loop.batch_progress.is_last_batch
+            offered.undoing.append(partial(self._put_back, counts, step, is_last))
 
     def give_up(self) -> None:
         """What is under way will not be made: whoever goes on computes with the same buffers again.
@@ -65,12 +56,11 @@ class StepRollback:
         if self._loaders.under_way and self._session.buffers is not None:
             self._session.buffers.put_back(self._client.version)
 
-    def _put_back(self, place: _Place) -> None:
-        loop = self._trainer.fit_loop.epoch_loop
-        for counts, values in zip(_counts(self._trainer), place.counts, strict=True):
+    def _put_back(self, kept: list[dict[str, int]], step: int, is_last_batch: bool) -> None:
+        for counts, values in zip(_counts(self._trainer), kept, strict=True):
             counts.update(values)
-        set_logged_step(self._trainer, place.logged_step)
-        loop.batch_progress.is_last_batch = place.is_last_batch
+        set_logged_step(self._trainer, step)
+        self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = is_last_batch
         self._loaders.take_back()
 
     def keep_schedules(self) -> None:
