@@ -185,7 +185,6 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.requirements, self.data_options)
         self._absence = Absence(trainer, client, self._loaders, self.requirements)
-        self._loaders.attach()
         self.expected_updates = None
         if not self.requirements.whole_rounds:
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)

@@ -27,7 +27,7 @@ from hybridtrain.lightning.data.epoch_state import (
     is_in_end_hook,
     is_settled,
 )
-from hybridtrain.lightning.data.samplers import Begun, EpochPlan, EpochSampler, Fixed, Order, Seeded
+from hybridtrain.lightning.data.samplers import Begun, EpochPlan, EpochSampler, Order, Seeded
 from hybridtrain.lightning.hooks.loop_hooks import (
     callback_metrics,
     is_at_last_batch,
@@ -80,12 +80,11 @@ class Resumed:
 
 
 def _order(state: dict[str, Any]) -> Order:
-    if state["indices"] is not None:
-        indices, sizes = state["indices"], state.get("sizes")
-        if sizes is not None:  # of mini-batches that are dealt out whole
-            return Fixed(tuple(part.tolist() for part in indices.split(sizes)))
-        return Fixed(tuple(indices.tolist()))
-    return Seeded(state["length"], state["seed"])
+    if state["indices"] is None:
+        return Seeded(state["length"], state["seed"])
+    indices, sizes = state["indices"], state.get("sizes")  # sizes: of mini-batches dealt out whole
+    order = indices.tolist() if sizes is None else [x.tolist() for x in indices.split(sizes)]
+    return lambda epoch: order
 
 
 def describe(
@@ -345,12 +344,9 @@ class EpochEnds:
         self._trainer, self._position = trainer, position
         self._found: dict[str, torch.Tensor] = {}  # the checkpoint's metrics
         self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts
-
-    def attach(self) -> None:
-        """Listen to the beginning of training and to the ends of epochs."""
-        before(Point.FIT_RESET, self._trainer.fit_loop, self.settle)
-        before(Point.BATCH, self._trainer.fit_loop.epoch_loop, self.go_on)
-        before(Point.COLLECT, log_connector(self._trainer), self.allow)
+        before(Point.FIT_RESET, trainer.fit_loop, self.settle)
+        before(Point.BATCH, trainer.fit_loop.epoch_loop, self.go_on)
+        before(Point.COLLECT, log_connector(trainer), self.allow)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The metrics as last collected: to collect anew, all workers would have to meet."""

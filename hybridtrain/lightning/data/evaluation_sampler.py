@@ -56,19 +56,6 @@ class EvaluationSampler(Sampler[int]):
         return (self._indices[place] for place in self._share())
 
 
-class Whole(Sampler[int]):
-    """All samples, in worker 0's draw of the user's sampler."""
-
-    def __init__(self, indices: Sequence[int]) -> None:
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
-
-
 class Dealt(Sampler[Any]):
     """Every W-th of one device's mini-batches for prediction, starting with this worker's number.
 

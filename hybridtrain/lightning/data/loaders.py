@@ -28,11 +28,12 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
 )
 from hybridtrain.lightning.checkpointing.rng_state import RngState
 from hybridtrain.lightning.data.batch_size import Scales, step_fetches
-from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group, Whole
+from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group
 from hybridtrain.lightning.data.samplers import EpochSampler, ShareSampler
 from hybridtrain.lightning.data.user_loaders import (
     Batches,
     Dealing,
+    Handed,
     check_batches,
     handed,
     makes_its_own,
@@ -129,21 +130,16 @@ class Loaders:
         self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
         self._begin_evaluation(client.there)
         self._moved = False  # Lightning's iterator has an outdated length
-
-    def attach(self) -> None:
-        """Listen to Lightning's loaders, loops and checkpoints."""
-        trainer = self._trainer
         around(Point.PREPARE, data_connector(trainer), self.prepare)
         instead(Point.RESOLVE, data_connector(trainer), self.resolve)
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        loops = (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        loop = trainer.fit_loop.epoch_loop
+        loops = (loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         self._validation, *_ = [
-            UnevenEvaluation(loop, trainer, self._client, self._begin_evaluation) for loop in loops
+            UnevenEvaluation(each, trainer, client, self._begin_evaluation) for each in loops
         ]
-        before(Point.EVALUATION, validation, self._rng_state.begin_validation)
-        self._ends.attach()
+        before(Point.EVALUATION, loop.val_loop, self._rng_state.begin_validation)
         before(Point.FIT_RESET, trainer.fit_loop, self.set_epochs)
-        before(Point.BATCHES, trainer.fit_loop.epoch_loop, self.begin_epoch)
+        before(Point.BATCHES, loop, self.begin_epoch)
 
     # ---- making loaders -------------------------------------------------------------------------
 
@@ -161,7 +157,7 @@ class Loaders:
         if mode != RunningStage.PREDICTING:
             place = self._evaluating.index(self._client.worker)
             return EvaluationSampler(indices, place, self._group)
-        return Whole(indices) if dataloader.batch_sampler is not None else self._dealt(indices)
+        return Handed(indices) if dataloader.batch_sampler is not None else self._dealt(indices)
 
     def _begin_evaluation(self, workers: tuple[int, ...]) -> None:
         self._evaluating, self._group = workers, Group(len(workers))
@@ -174,8 +170,9 @@ class Loaders:
         self, proceed: Callable[..., Any], dataloader: Any, shuffle: bool, mode: RunningStage
     ) -> Any:
         """Lightning's loader, with this worker's batch size."""
+        sizes = self._options["batch_size_per_worker"] if mode == RunningStage.TRAINING else None
         if makes_its_own(dataloader, self._trainer):
-            if mode == RunningStage.TRAINING and self._options["batch_size_per_worker"] is not None:
+            if sizes is not None:
                 check_batches(dataloader)
             sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
             return handed(dataloader, sampler, mode)
@@ -191,12 +188,12 @@ class Loaders:
             return prepared
         if prepared.batch_sampler is None and dataloader.batch_sampler is not None:
             prepared = with_batches(prepared, dataloader.batch_sampler)
-        if isinstance(getattr(prepared.batch_sampler, "sampler", None), Whole):
+        if isinstance(getattr(prepared.batch_sampler, "sampler", None), Handed):
             noting = prepared.batch_sampler
             put_inside(noting, self._dealt(inside(noting)))
-        if mode == RunningStage.TRAINING and self._options["batch_size_per_worker"] is not None:
-            size = self._options["batch_size_per_worker"][self._client.worker]
+        if sizes is not None:
             check_batches(prepared)
+            size = sizes[self._client.worker]
             prepared.batch_sampler.batch_size = size  # type: ignore[union-attr]
             vars(prepared)["batch_size"] = size  # for the user; torch guards the attribute
         return prepared
@@ -208,10 +205,14 @@ class Loaders:
         order, number = order_of(dataloader, shuffle, self._client), len(self.samplers)
         sizes, shards = self._options["batch_size_per_worker"], self._options["data_shards"]
         sizes = None if sizes is None else tuple(sizes)
-        plan = plan_of(dataloader, order, sizes, self._client.n_workers, self._turn, self._fills)
-        visits = None if shards is None else Visits(shards["number"], shards["visit"])
-        limited = is_limited(self._trainer)
-        plan = replace(plan, visits=visits, last=self._last_step, limited=limited)
+        plan = replace(
+            plan_of(dataloader, order, sizes, self._client.n_workers),
+            turn=self._turn,
+            fills=self._fills,
+            last=self._last_step,
+            visits=None if shards is None else Visits(shards["number"], shards["visit"]),
+            limited=is_limited(self._trainer),
+        )
         goes_on = resumed is not None and not hasattr(dataloader, "load_state_dict")
         begun = resumed.begun(number, plan) if resumed and goes_on else None
         self._tell(number, dataloader.dataset)

@@ -44,27 +44,12 @@ class Seeded:
         return torch.randperm(self.length, generator=generator).tolist()
 
 
-class Drawn:
+def drawn(sampler: Sampler[int], client: Client, epoch: int) -> list[int]:
     """The order of the user's own sampler, drawn by worker 0 for all (it may be random)."""
-
-    def __init__(self, sampler: Sampler[int], client: Client) -> None:
-        self._sampler, self._client = sampler, client
-
-    def __call__(self, epoch: int) -> list[int]:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        mine = list(self._sampler) if self._client.is_leader else None
-        return self._client.gather("order of the epoch", mine)[0]
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """The order of one epoch, from a checkpoint."""
-
-    indices: tuple[int, ...]
-
-    def __call__(self, epoch: int) -> Sequence[int]:
-        return self.indices
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    mine = list(sampler) if client.is_leader else None
+    return client.gather("order of the epoch", mine)[0]
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ that the user shares out alone, keep their samples.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.utils.data import (
 )
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.samplers import Drawn, EpochPlan, Order, Seeded
+from hybridtrain.lightning.data.samplers import EpochPlan, Order, Seeded, drawn
 from hybridtrain.lightning.hooks.loop_hooks import (
     gets_our_sampler,
     noting_indices,
@@ -44,8 +45,6 @@ def plan_of(
     order: Order,
     sizes: tuple[int, ...] | None,
     n_workers: int,
-    turn: Callable[[], int],
-    fills: Callable[[], bool],
 ) -> EpochPlan:
     """The plan by which workers share the loader's mini-batches.
 
@@ -54,19 +53,17 @@ def plan_of(
         order: of an epoch.
         sizes: of the workers' mini-batches, if the user has given them.
         n_workers: W.
-        turn: see :class:`EpochPlan`.
-        fills: see :class:`EpochPlan`.
     """
     sampler, batches = dataloader.sampler, dataloader.batch_sampler
     length = len(sampler) if isinstance(sampler, Sized) else 0
     if sizes is not None:
         check_batches(dataloader)
     if batches is None:
-        return EpochPlan(order, length, (1,) * n_workers, False, True, turn, fills)
+        return EpochPlan(order, length, (1,) * n_workers, False, True)
     size = getattr(batches, "batch_size", 1) or 1
     plain = type(batches) is BatchSampler
     drop_last = bool(getattr(batches, "drop_last", False))
-    return EpochPlan(order, length, sizes or (size,) * n_workers, drop_last, not plain, turn, fills)
+    return EpochPlan(order, length, sizes or (size,) * n_workers, drop_last, not plain)
 
 
 def order_of(dataloader: DataLoader[Any], shuffle: bool, client: Client) -> Order:
@@ -75,7 +72,7 @@ def order_of(dataloader: DataLoader[Any], shuffle: bool, client: Client) -> Orde
     if isinstance(sampler, SequentialSampler) or _is_plain_random(sampler):
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if shuffle else None
         return Seeded(len(dataloader.dataset), seed)  # type: ignore[arg-type]
-    return Drawn(sampler, client)
+    return partial(drawn, sampler, client)
 
 
 def _is_plain_random(sampler: object) -> bool:
@@ -147,11 +144,14 @@ class Batches:
         return cls(dataloader.dataset, batches)
 
 
-class Handed(Sampler[list[int]]):
-    """Batch sampler in place of the user's: the items of ``sampler`` are whole mini-batches.
+class Handed(Sampler[Any]):
+    """Has the items of what it is given.
+
+    Of whole mini-batches it is the batch sampler in place of the user's; of the indices of a
+    prediction, worker 0's draw of the user's sampler, it is a sampler.
 
     Args:
-        sampler: Lightning sets its epoch.
+        sampler: with a length; Lightning sets its epoch if it is one of ours.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -160,7 +160,7 @@ class Handed(Sampler[list[int]]):
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.sampler)
 
 

@@ -41,7 +41,7 @@ class NotFinite(UserError):
 
 @dataclass(frozen=True, slots=True)
 class OnFault:
-    """The user's choices: ``raise``, ``drop``, ``skip_step``; ``nonfinite`` may be ``auto``, too."""
+    """The user's choices: ``raise``, ``drop``, ``skip_step``; ``nonfinite`` may be ``auto``."""
 
     nonfinite: str = AUTO
     oom: str = "raise"

@@ -232,7 +232,7 @@ def test_which_a_callback_had_cut_short(over: bool) -> None:
     connector = SimpleNamespace(on_epoch_end=nothing)
     trainer = SimpleNamespace(fit_loop=fit_loop, _logger_connector=connector)
     position = EpochPosition(trainer)
-    EpochEnds(trainer, position).attach()
+    EpochEnds(trainer, position)
     event = EpochEvent.RESUMES_AT_END if over else EpochEvent.RESUMES
     position.resume(Resumed(0, 3, [], event=event))
     if over:
