@@ -23,7 +23,6 @@ from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.lightning.results.optimizers_at_home import Trained
-from hybridtrain.lightning.results.training_at_home import UpdatesAtHome
 from hybridtrain.worker.client import Client
 
 _OPTIMIZERS: Any = Strategy.optimizers
@@ -40,8 +39,8 @@ class SingleHost:
     _trained: Trained | None = None  # in the calling process, after training
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
-    # in free-running workers, and after training
-    expected_updates: ExpectedUpdates | UpdatesAtHome | None = None
+    expected_updates: ExpectedUpdates | None = None  # of a free-running worker
+    _trained_updates: float | None = None  # expected in worker 0, in the calling process
     _loaders: Loaders | None = None  # of a worker
     _change: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of loaded checkpoints
     _back: Rejoin | None = None  # of a restarted worker
@@ -87,11 +86,19 @@ class SingleHost:
         """Measure this worker's need of its device."""
         self.device_memory.measure(self.root_device, self.workers_per_device, self.global_rank)
 
-    def remember_training(self, trained: Trained, expected: UpdatesAtHome) -> None:
-        """In the calling process: keep what was trained for its checkpoints and optimizers."""
-        self._trained, self.expected_updates = trained, expected
+    def remember_training(self, trained: Trained, updates: float | None) -> None:
+        """In the calling process: keep what was trained for its checkpoints and optimizers.
+
+        ``updates``: that worker 0 has expected, for ``trainer.estimated_stepping_batches``.
+        """
+        self._trained, self._trained_updates = trained, updates
         self._lacks_optimizers = True
         answer_for_all_workers()
+
+    def expected_total(self) -> float | None:
+        """The updates of the whole training; ``None``: ask Lightning."""
+        expected = self.expected_updates
+        return self._trained_updates if expected is None else expected.total()
 
     def change_loaded(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Let checkpoints pass through ``change`` when they are loaded, also in workers."""

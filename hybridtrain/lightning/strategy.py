@@ -185,7 +185,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.requirements, self.data_options)
         self._absence = Absence(trainer, client, self._loaders, self.requirements)
-        self.expected_updates = None
+        self.expected_updates = self._trained_updates = None
         if not self.requirements.whole_rounds:
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
             answer_for_all_workers()
@@ -225,15 +225,13 @@ class HybridStrategy(SingleHost, ParallelStrategy):
             if self._back is not None:
                 self._back.catch_up()
             self._session.install()
-            if not self.requirements.whole_rounds:
-                assert isinstance(self.expected_updates, ExpectedUpdates), "workers run freely"
-                trainer, expected = self._session.trainer, self.expected_updates
+            trainer = self._session.trainer
+            if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)
             if self._count is not None and self.client.joins:
                 self.client.joins = self.client.solo = False
                 self._count.join(self._session.pull())
             self.step_rollback = StepRollback(self._session, self.client, self._loaders)
-            trainer = self._session.trainer
             self._losses = prepare_for_losses(self, trainer, self._loaders, self._back)
             self._absence.begin(self._session)
 

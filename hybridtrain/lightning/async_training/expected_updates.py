@@ -149,8 +149,7 @@ def answer_for_all_workers() -> None:
 def estimated(trainer: pl.Trainer) -> float:
     """All workers' updates in this training; see Lightning's own."""
     context = context_if_ours(trainer)
-    expected = None if context is None else context.expected_updates
-    found = None if expected is None else expected.total()
+    found = None if context is None else context.expected_total()
     return _lightnings.fget(trainer) if found is None else found
 
 

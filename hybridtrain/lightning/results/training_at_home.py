@@ -68,24 +68,6 @@ class Sizes:
                 give_loaders(loop, LoadersAtHome(source_of(loop), str(trainer.state.fn.value)))
 
 
-class UpdatesAtHome:
-    """In place of :class:`ExpectedUpdates` after training."""
-
-    def __init__(self, total: float | None) -> None:
-        self._total: Any = total
-
-    def total(self) -> Any:
-        """Worker 0's number; ``None``: ask Lightning."""
-        return self._total
-
-    def mini_batches(self) -> float:
-        """No mini-batch follows."""
-        return 0
-
-    def know_end(self) -> None:
-        """Nothing to record."""
-
-
 class LoadersAtHome(CombinedLoader):
     """The loaders of one stage, made on first use.
 

@@ -37,7 +37,7 @@ from hybridtrain.lightning.results.callback_state import (
 )
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
 from hybridtrain.lightning.results.optimizers_at_home import Trained
-from hybridtrain.lightning.results.training_at_home import Sizes, UpdatesAtHome, load_weights
+from hybridtrain.lightning.results.training_at_home import Sizes, load_weights
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill, read
 from hybridtrain.util.files import interrupted_in
@@ -123,7 +123,7 @@ def unpack(
     _restore_progress(trainer, home.progress)
     home.sizes.give(trainer, given or {})
     if heavy["trained"] is not None:
-        context_of(trainer).remember_training(heavy["trained"], UpdatesAtHome(home.sizes.total))
+        context_of(trainer).remember_training(heavy["trained"], home.sizes.total)
     give_to_module(trainer.lightning_module, home.module)
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
         attach_module_callbacks(trainer)
