@@ -47,7 +47,7 @@ from hybridtrain.lightning.replay.run_record import Runner, serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import context_of, strategy_of
-from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
+from hybridtrain.lightning.step_profiler import leave_profile, profiled, watch_worker
 from hybridtrain.memory import UpdateMaker
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.monitoring.watchdog import SlowReport, Watchdog, to_stderr
@@ -119,19 +119,17 @@ class HybridLauncher(Launcher):
         in_update = usable_cores() if strategy.requirements.whole_rounds else 1
         server = serving(strategy, trainer, threads, in_update)
         interrupt_updates(server, strategy.faults)
-        watch = WorkerWatch.of(trainer, server, strategy.world_size)
-        world = world_of(strategy, server, judge, start_method, threads)
-        try:
-            with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
-                job.loggers = logger_states(trainer) if start_method == "fork" else []
-                return world.run(partial(_run_in_process, job), partial(_run_again, job))
-        finally:
-            error = sys.exc_info()[0]
-            faults = {} if error is BeginAnew else strategy.faults.conclude(well=error is None)
-            kept = strategy.keeping.figures() | strategy.device_memory.figures()
-            strategy.remember_stats(server.statistics.stats() | faults | kept)
-            if watch is not None:
-                watch.conclude()
+        with profiled(trainer, server, strategy.world_size):
+            world = world_of(strategy, server, judge, start_method, threads)
+            try:
+                with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
+                    job.loggers = logger_states(trainer) if start_method == "fork" else []
+                    return world.run(partial(_run_in_process, job), partial(_run_again, job))
+            finally:
+                error = sys.exc_info()[0]
+                faults = {} if error is BeginAnew else strategy.faults.conclude(well=error is None)
+                kept = strategy.keeping.figures() | strategy.device_memory.figures()
+                strategy.remember_stats(server.statistics.stats() | faults | kept)
 
     def _interrupt(
         self, interruption: Interrupted, trainer: pl.Trainer, scratch: Scratch

@@ -12,9 +12,8 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ class StepProfiler(Profiler):
     ) -> None:
         super().__init__(dirpath=dirpath)
         self.limit, self.quiet = limit, quiet
-        self._parts: str | None = None  # folder of the workers' measurements
+        self._parts: Path | None = None  # folder of the workers' measurements
         self._track: Track | None = None
         self._kinds: dict[str, int | None] = {}
         self._epoch_begun = self._watched = False
@@ -186,7 +185,7 @@ class StepProfiler(Profiler):
 
     def leave(self, parts: Path | None = None, worker: int = 0) -> None:
         """Write this worker's measurements."""
-        place = parts or (Path(self._parts) if self._parts else None)
+        place = parts or self._parts
         if self._track is None or place is None:
             return
         self._track.name = f"worker {worker}"
@@ -206,47 +205,33 @@ def share_of(limit: int, n_workers: int) -> int:
 # ---- in the calling process ---------------------------------------------------------------------
 
 
-@dataclass
-class WorkerWatch:
-    """The profile of a run, from before its workers start until they have ended."""
+@contextmanager
+def profiled(trainer: Any, server: Any, n_workers: int) -> Iterator[None]:
+    """Around a run: if a profile is wanted, measure the server, and at the end write the files.
 
-    profiler: StepProfiler
-    server: ServerWatch
-    folder: Path
-    n_workers: int
-    tidy: ExitStack  # removes the workers' files
-
-    @classmethod
-    def of(cls, trainer: Any, server: Any, n_workers: int) -> WorkerWatch | None:
-        """Begin a profile, if one is wanted.
-
-        Raises:
-            UserError: if the folder cannot be written.
-        """
-        profiler = trainer.profiler
-        if not isinstance(profiler, StepProfiler) or trainer.state.fn != "fit":
-            return None
-        folder = Path(profiler.dirpath or trainer.default_root_dir)
+    Raises:
+        UserError: if the folder cannot be written.
+    """
+    profiler = trainer.profiler
+    if not isinstance(profiler, StepProfiler) or trainer.state.fn != "fit":
+        yield
+        return
+    folder = Path(profiler.dirpath or trainer.default_root_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = Path(tempfile.mkdtemp(prefix=_PARTS, dir=folder))
+    except OSError as error:
+        raise UserError(
+            f"the profile cannot be written to {folder} ({error.strerror}); choose another dirpath"
+        ) from error
+    watch = ServerWatch(server, share_of(profiler.limit, n_workers))
+    with removed_in_the_end(parts):
+        profiler._parts = parts
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            parts = tempfile.mkdtemp(prefix=_PARTS, dir=folder)
-        except OSError as error:
-            raise UserError(
-                f"the profile cannot be written to {folder} ({error.strerror}); choose another "
-                "dirpath"
-            ) from error
-        watch = ServerWatch(server, share_of(profiler.limit, n_workers))
-        profiler._parts, tidy = parts, ExitStack()
-        tidy.enter_context(removed_in_the_end(Path(parts)))
-        return cls(profiler, watch, folder, n_workers, tidy)
-
-    def conclude(self) -> None:
-        """After all workers have ended: write the files."""
-        parts, self.profiler._parts = self.profiler._parts, None
-        assert parts is not None, "it was made at the start"
-        with self.tidy:
-            tracks = self.server.tracks
-            conclude(self.profiler, self.folder, Path(parts), self.n_workers, tracks)
+            yield
+        finally:
+            profiler._parts = None
+            conclude(profiler, folder, parts, n_workers, watch.tracks)
 
 
 def conclude(
