@@ -6,7 +6,6 @@ if sent to its own process, and runs Lightning's loops on it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -18,7 +17,6 @@ from pytorch_lightning.loggers.logger import DummyLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.periodic import scheduled
-from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.replay.run_record import (
     Recording,
     differences,
@@ -45,24 +43,26 @@ T = TypeVar("T")
 _GO_ON = "to replay it nevertheless, say anyway=true"
 
 
-class InProcessRunner(ABC, Generic[T]):
-    """Base of replay and rehearsal.
+class InProcessRunner(Generic[T]):
+    """Runs all workers of a fit in this process.
 
     Args:
         record: of the run.
+        run: lets the bodies of the workers run with a server and its clock; returns the outcome and
+            their results (none if they did not finish).
     """
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(
+        self,
+        record: Record,
+        run: Callable[[Server, Stamp, Sequence[Body]], tuple[T, list[Any]]],
+    ) -> None:
+        self.record, self._run = record, run
         self.outcome: T | None = None
         self.error: BaseException | None = None
 
     def __deepcopy__(self, memo: Any) -> InProcessRunner[T]:
         return self  # workers share it
-
-    @abstractmethod
-    def run(self, server: Server, stamp: Stamp, bodies: Sequence[Body]) -> tuple[T, list[Any]]:
-        """Run the workers; return the outcome and their results (none if they did not finish)."""
 
     def play(self, strategy: HybridStrategy, body: Callable[[Any], Body], job: Any) -> list[Any]:
         """Run the workers; return their results, or none if they did not finish.
@@ -78,7 +78,7 @@ class InProcessRunner(ABC, Generic[T]):
             server = make_server(strategy, threads, partial(Server, clock=stamp))
             try:
                 with one_thread():
-                    self.outcome, results = self.run(server, stamp, bodies)
+                    self.outcome, results = self._run(server, stamp, bodies)
                 strategy.remember_stats(server.statistics.stats())
             finally:
                 server.close()
@@ -130,37 +130,17 @@ def _set_rank(rank: int | None) -> None:
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-def _set_collectives(collectives: Collectives | None) -> None:
-    HostBatchNorm.collectives = collectives
-
-
 # Process-wide state of this package and of Lightning, which each worker needs for itself.
 CELLS = (
     Cell(partial(getattr, rank_zero_only, "rank", None), _set_rank),
-    Cell(lambda: HostBatchNorm.collectives, _set_collectives),
+    Cell(
+        partial(getattr, HostBatchNorm, "collectives"),
+        partial(setattr, HostBatchNorm, "collectives"),
+    ),
 )
 
 
 # ---- to the bit ----------------------------------------------------------------------------------
-
-
-class Rerun(InProcessRunner[Replayed]):
-    """Replays a record; ``anyway``: also with other data."""
-
-    def __init__(self, record: Record, anyway: bool = False) -> None:
-        super().__init__(record)
-        self._anyway = anyway
-
-    def run(
-        self, server: Server, stamp: Stamp, bodies: Sequence[Body]
-    ) -> tuple[Replayed, list[Any]]:
-        report, results = Replayer(self.record, server, stamp, self._check_data, CELLS).run(bodies)
-        return report, results if report.equal and results[0] is not None else []
-
-    def _check_data(self, said: Mapping[str, Any]) -> None:
-        found = list(differences(self.record.told, said))
-        if found and not self._anyway:
-            raise UserError(f"{'; '.join(found)}; {_GO_ON}")
 
 
 def replay_fit(
@@ -184,7 +164,21 @@ def replay_fit(
     """
     _check(record, trainer, anyway)
     scheduled(trainer, record.told)
-    return Rerun(record, anyway).fit(trainer, module, **options)
+    return InProcessRunner(record, partial(_rerun, record, anyway)).fit(trainer, module, **options)
+
+
+def _rerun(
+    record: Record, anyway: bool, server: Server, stamp: Stamp, bodies: Sequence[Body]
+) -> tuple[Replayed, list[Any]]:
+    """Replay the record; ``anyway``: also with other data."""
+
+    def check_data(said: Mapping[str, Any]) -> None:
+        found = list(differences(record.told, said))
+        if found and not anyway:
+            raise UserError(f"{'; '.join(found)}; {_GO_ON}")
+
+    report, results = Replayer(record, server, stamp, check_data, CELLS).run(bodies)
+    return report, results if report.equal and results[0] is not None else []
 
 
 def _check(record: Record, trainer: pl.Trainer, anyway: bool) -> None:
@@ -236,19 +230,6 @@ def changed_versions(record: Record) -> list[str]:
 # ---- under another policy, in virtual time -------------------------------------------------------
 
 
-class WhatIf(InProcessRunner[dict[str, Any]]):
-    """Gives workers their recorded times; the outcome is the server's statistics."""
-
-    def run(
-        self, server: Server, stamp: Stamp, bodies: Sequence[Body]
-    ) -> tuple[dict[str, Any], list[Any]]:
-        measured = Measured(times_of(self.record))
-        times = [measured.stream(worker, 0) for worker in range(len(bodies))]
-        threads = int(self.record.header["threads"])
-        results = Rehearsal(server, stamp, threads, times, CELLS).run(bodies)
-        return server.statistics.stats(), results
-
-
 def rehearse_fit(
     record: Record, trainer: pl.Trainer, module: pl.LightningModule, **options: Any
 ) -> dict[str, Any]:
@@ -264,7 +245,17 @@ def rehearse_fit(
         UserError: if policy or exchange cannot be simulated, or the record says too little.
     """
     _check_times(record, context_of(trainer))
-    return WhatIf(record).fit(trainer, module, **options)
+    return InProcessRunner(record, partial(_what_if, record)).fit(trainer, module, **options)
+
+
+def _what_if(
+    record: Record, server: Server, stamp: Stamp, bodies: Sequence[Body]
+) -> tuple[dict[str, Any], list[Any]]:
+    """Give workers their recorded times; the outcome is the server's statistics."""
+    measured = Measured(times_of(record))
+    times = [measured.stream(worker, 0) for worker in range(len(bodies))]
+    results = Rehearsal(server, stamp, int(record.header["threads"]), times, CELLS).run(bodies)
+    return server.statistics.stats(), results
 
 
 def _check_times(record: Record, strategy: HybridStrategy) -> None:
