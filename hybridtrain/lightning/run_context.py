@@ -20,11 +20,6 @@ def strategy_of(trainer: Any) -> Strategy:
     return cast(Strategy, trainer.strategy)
 
 
-def cluster_environment(trainer: Any) -> Any:
-    """Lightning's cluster environment; ``None``: none."""
-    return trainer.strategy.cluster_environment
-
-
 def context_of(trainer: Any) -> HybridStrategy:
     """The strategy of ours; members of workers must not be read in another process."""
     return cast("HybridStrategy", trainer.strategy)

@@ -58,6 +58,7 @@ from hybridtrain.options.strategy_arguments import StrategyArguments, checked, o
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Clip, Paused, Resumed
 from hybridtrain.recovery.failure_policy import OnFailure
+from hybridtrain.testing.faults import read_faults
 from hybridtrain.updates.named import update_of
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.option_types import Named
@@ -160,7 +161,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         self.on_failure = OnFailure(
             given["on_failure"], given["min_workers"], given["max_restarts"], merges
         )
-        self.faults = Faults.of(given["faults"])
+        self.faults = Faults(read_faults(given["faults"]))
         self.patience = HangTimeout.of(given["hang_timeout_s"])
 
     @property

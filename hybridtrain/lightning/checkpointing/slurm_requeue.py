@@ -20,7 +20,7 @@ from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint, requeue_slurm_job
-from hybridtrain.lightning.run_context import cluster_environment, context_of
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.util.anonymous_files import SharedBytes
 
 _ASKED, _DONE = 0, 1  # bytes of the shared memory; counts modulo 256
@@ -47,7 +47,7 @@ class Warned:
 @contextmanager
 def warnings_noted(trainer: Any) -> Iterator[Warned | None]:
     """In the calling process, while workers run: count signals that Lightning would handle."""
-    environment = cluster_environment(trainer)
+    environment: Any = context_of(trainer).cluster_environment
     queued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     number = environment.requeue_signal if queued else None
     in_main = threading.current_thread() is threading.main_thread()

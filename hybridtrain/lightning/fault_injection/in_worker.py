@@ -44,7 +44,6 @@ from hybridtrain.testing.faults import (
     Schedule,
     check_workers,
     happened,
-    read_faults,
 )
 from hybridtrain.util import files
 from hybridtrain.worker.client import Client
@@ -69,11 +68,6 @@ class Faults:
     wanted: tuple[Fault, ...] = ()
     fault_log: FaultLog | None = None  # of the run under way
     rehearses: bool = False  # the run is a replay
-
-    @classmethod
-    def of(cls, given: Any) -> Faults:
-        """Parse the user's argument. Raises UserError."""
-        return cls(read_faults(given))
 
     @property
     def in_updates(self) -> bool:
@@ -302,14 +296,10 @@ class Injection(pl.Callback):
     # ---- the faults -----------------------------------------------------------------------------
 
     def _visit(self, phase: str, step: int | None = None) -> None:
-        step = self._step if step is None else step
+        step, worker = self._step if step is None else step, self._client.worker
         for fault in self._schedule.due(phase, step):
-            self._say(fault, step)
+            say(f"faults: {fault.kind}, worker {worker}, step {step}, in {fault.phase}")
             self._act(fault)
-
-    def _say(self, fault: Fault, step: int) -> None:
-        worker = self._client.worker
-        say(f"faults: {fault.kind}, worker {worker}, step {step}, in {fault.phase}")
 
     def _act(self, fault: Fault) -> None:
         match fault.kind:

@@ -202,24 +202,24 @@ def _fails(obj: Any, lost: tuple[str, ...], load: Load | None = None) -> str | N
     return None
 
 
-def unsendable(obj: Any, path: str, lost: tuple[str, ...] = ()) -> tuple[str, str] | None:
+def unsendable(
+    obj: Any, path: str, lost: tuple[str, ...] = (), seen: set[int] | None = None
+) -> tuple[str, str] | None:
     """The innermost attribute that cannot be pickled, and its description; ``None`` if all can.
 
     Args:
         obj: to be searched.
         path: its name.
         lost: modules that a worker cannot import.
+        seen: addresses of what has been searched.
     """
-    return _search(obj, path, lost, set())
-
-
-def _search(obj: Any, path: str, lost: tuple[str, ...], seen: set[int]) -> tuple[str, str] | None:
+    seen = set() if seen is None else seen
     if id(obj) in seen or (reason := _fails(obj, lost)) is None:
         return None
     seen.add(id(obj))
     if not isinstance(obj, type | types.FunctionType):
         for name, part in _parts(obj):
-            if (found := _search(part, f"{path}{name}", lost, seen)) is not None:
+            if (found := unsendable(part, f"{path}{name}", lost, seen)) is not None:
                 return found
     return path, _describe(obj, reason)
 

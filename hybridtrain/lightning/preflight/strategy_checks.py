@@ -24,7 +24,7 @@ from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
-from hybridtrain.lightning.run_context import cluster_environment, strategy_of
+from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning.step.worker_step import WorkerStep
 from hybridtrain.lightning_package import decide, is_foreign, other_than, refuse_mixture
 from hybridtrain.memory import overlapping
@@ -46,7 +46,7 @@ def check_trainer(trainer: Any, whole_rounds: bool) -> None:
     _check_process()
     _check_package(trainer)
     _check_accelerator(trainer.accelerator)
-    _check_environment(cluster_environment(trainer))
+    _check_environment(context_of(trainer).cluster_environment)
     if trainer.state.fn != "fit":
         return
     if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):

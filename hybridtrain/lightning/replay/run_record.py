@@ -160,7 +160,7 @@ def users_code() -> dict[str, str]:
     found = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if isinstance(path, str) and path.endswith(".py") and _is_users(path):
+        if isinstance(path, str) and path.endswith(".py") and not path.startswith(_installed()):
             found[path] = hash_of_file(Path(path))
     return {_short(path): found[path] for path in sorted(found) if found[path]}
 
@@ -183,10 +183,6 @@ def _short(path: str) -> str:
     """Relative to the working directory, if it lies below."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
-
-
-def _is_users(path: str) -> bool:
-    return not path.startswith(_installed())
 
 
 @cache
