@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.strategies import ParallelStrategy, Strategy
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.expected_updates import (
@@ -28,11 +27,10 @@ from hybridtrain.worker.client import Client
 _OPTIMIZERS: Any = Strategy.optimizers
 
 
-class SingleHost:
-    """Mixin for a strategy whose workers are all on one host."""
+class SingleHost(ParallelStrategy):
+    """A strategy whose workers are all on one host."""
 
-    strategy_name: str
-    parallel_devices: list[torch.device] | None
+    strategy_name = "hybrid"
     keeping: CheckpointWriting
     device_memory: DeviceMemory
     workers_per_device: int
@@ -60,10 +58,6 @@ class SingleHost:
         super().__setattr__(name, value)
 
     @property
-    @abstractmethod
-    def world_size(self) -> int: ...
-
-    @property
     def client(self) -> Client:
         assert self._client is not None, "only workers have a client"
         return self._client
@@ -74,7 +68,8 @@ class SingleHost:
 
     def model_to_device(self) -> None:
         """Move the module; limit this worker to its share of the device."""
-        module = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
+        assert module is not None, "Lightning has set it"
         try:
             self.device_memory.hold(self.root_device, self.workers_per_device, self.global_rank)
             module.to(self.root_device)
@@ -109,7 +104,7 @@ class SingleHost:
         if self._back is not None:
             checkpoint = self._back.load()
         else:
-            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self._change is not None:
             checkpoint = self._change(checkpoint)
         if self._loaders is None:
@@ -120,8 +115,7 @@ class SingleHost:
         """In the calling process, after training: make the optimizers on first use."""
         if self._lacks_optimizers and self._client is None and self._trained is not None:
             self._lacks_optimizers = False  # before the user's hook runs
-            module = self.lightning_module  # type: ignore[attr-defined]
-            self.optimizers, self._schedules = self._trained.made_here(module)
+            self.optimizers, self._schedules = self._trained.made_here(self.lightning_module)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -153,7 +147,7 @@ class SingleHost:
             checkpoint = self._loaders.write(checkpoint)
         if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, **self._trained.saved}
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
     def root_device(self) -> torch.device:
@@ -198,14 +192,14 @@ class SingleHost:
         """As in Lightning, after a check of the shared memory for mini-batches."""
         if self.global_rank == 0:
             check_loader(dataloader, self.world_size)
-        return super().process_dataloader(dataloader)  # type: ignore[misc]
+        return super().process_dataloader(dataloader)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Lightning, unless the mini-batch has been prefetched."""
         moved = None if self._ahead is None else self._ahead.take(batch)
         if moved is not None:
             return moved
-        return super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
+        return super().batch_to_device(batch, *args, **kwargs)
 
     # ---- collectives ----------------------------------------------------------------------------
 

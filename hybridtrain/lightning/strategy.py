@@ -18,7 +18,6 @@ from typing import Any, Unpack
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
 from hybridtrain.exchanges import Requirements, exchange_of
@@ -65,7 +64,7 @@ from hybridtrain.util.option_types import Named
 from hybridtrain.worker.client import Client
 
 
-class HybridStrategy(SingleHost, ParallelStrategy):
+class HybridStrategy(SingleHost):
     """Train one module with several workers and one set of parameters in host memory.
 
     Options of Lightning's ``ParallelStrategy`` are taken as well.
@@ -122,7 +121,6 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         UserError: if an option is unknown, has a value that is not allowed, or contradicts another.
     """
 
-    strategy_name = "hybrid"
     rng_mailbox: RngMailbox | None = None  # of the current run
     step_rollback: StepRollback | None = None  # of the current training
     _session: Session | None = None
