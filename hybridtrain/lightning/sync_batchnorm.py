@@ -104,18 +104,13 @@ def synchronise(
     """
     if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
         layer_sync.apply(module)
-    elif layer_sync is not None or is_synchronised(module):
-        _replace(module, collectives)
-
-
-def _replace(module: torch.nn.Module, collectives: Collectives) -> None:
+        return
+    # The user may have converted layers with torch's ``convert_sync_batchnorm``.
+    converted = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
+    if layer_sync is None and not converted:
+        return
     HostBatchNorm.collectives = collectives
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, _BatchNorm) and not isinstance(child, _LazyNormBase):
                 setattr(parent, name, HostBatchNorm.of(child))
-
-
-def is_synchronised(module: torch.nn.Module) -> bool:
-    """Whether the user has converted layers with torch's ``convert_sync_batchnorm``."""
-    return any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules())

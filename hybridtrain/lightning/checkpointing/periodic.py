@@ -92,16 +92,13 @@ class PeriodicCheckpoint(Checkpoint):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         self._batches += 1
-        if self._enough_updates(trainer.global_step):
+        # Of free-running workers others may have made some of the updates.
+        every, step = self.every_updates, trainer.global_step
+        if every is not None and multiples(every, self._last_step, step) > 0:
             self._save(trainer)
         elif self.every_s is not None and self._late():
             self._tell(trainer)
             self._save(trainer)
-
-    def _enough_updates(self, step: int) -> bool:
-        """Free-running workers: other workers may have made some of the updates."""
-        every = self.every_updates
-        return every is not None and multiples(every, self._last_step, step) > 0
 
     def _late(self) -> bool:
         if self.schedule is not None:

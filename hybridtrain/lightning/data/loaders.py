@@ -179,10 +179,11 @@ class Loaders:
         chosen = isinstance(dataloader, DataLoader) and gets_our_sampler(self._trainer, dataloader)
         prepared = proceed(dataloader, shuffle=shuffle, mode=mode)
         client, option = self._client, self._options["iterable"]
-        if client.n_workers > 1 and mode != RunningStage.PREDICTING:
-            if shares_nothing(dataloader, chosen) and option == "deal":
+        several = client.n_workers > 1 and mode != RunningStage.PREDICTING
+        if several and shares_nothing(dataloader, chosen):
+            if option == "deal":
                 return Dealing(prepared, client.worker, client.n_workers)
-            if shares_nothing(dataloader, chosen) and option is None:
+            if option is None:
                 warn_of_repetition(dataloader, str(mode.value), client.n_workers)
         if not isinstance(prepared, DataLoader):
             return prepared

@@ -46,10 +46,7 @@ class LeaderFailover:
         if before != self._leads:
             rank = 0 if self._leads else self._client.worker
             rank_zero_only.rank = rank  # type: ignore[attr-defined]
-        if self._leads and not before:
-            self._take_over()
-        elif before and not self._leads:
-            self._step_down()
+            self._take_over() if self._leads else self._step_down()
 
     def _take_over(self) -> None:
         trainer = self._trainer

@@ -51,7 +51,7 @@ class SharedBuffers:
         if self._client.solo:
             return
         mine = [buffers[name] for buffers, name in self._named]
-        sent = [None if b is None else b.cpu() for b in mine] if self._leads else None
+        sent = [None if b is None else b.cpu() for b in mine] if self._client.is_leader else None
         for (buffers, name), value in zip(
             self._named, self._client.gather("buffers", sent)[0], strict=True
         ):
@@ -73,7 +73,7 @@ class SharedBuffers:
     def keep(self, version: int) -> None:
         """These go with the parameters of that version."""
         turn = (version - 1) % 2
-        if self._leads:
+        if self._client.is_leader:
             self._leave(turn)
             self._tags[turn].fill_(version)
 
@@ -81,7 +81,7 @@ class SharedBuffers:
     def adopt(self) -> None:
         """After the release."""
         turn = self._version % 2
-        if not self._leads and int(self._tags[turn]) == self._version + 1:
+        if not self._client.is_leader and int(self._tags[turn]) == self._version + 1:
             self._take(turn)
 
     @torch.no_grad()
@@ -115,10 +115,6 @@ class SharedBuffers:
         if both:
             mine, theirs = zip(*both, strict=True)
             torch._foreach_copy_(*((theirs, mine) if out else (mine, theirs)))
-
-    @property
-    def _leads(self) -> bool:
-        return self._client.is_leader
 
 
 def shared(module: torch.nn.Module) -> Named:
