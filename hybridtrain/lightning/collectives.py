@@ -113,7 +113,7 @@ class Collectives:
         if not isinstance(tensor, torch.Tensor) or self.local:
             return tensor
         parts = self._gather("reduce", tensor.detach().cpu())
-        result = _fold(torch.stack(parts), _op_name(op)).to(tensor.device)
+        result = _fold(torch.stack(parts), op).to(tensor.device)
         if tensor.dtype == result.dtype and not tensor.requires_grad:
             return tensor.copy_(result)  # type: ignore[return-value]
         return result  # type: ignore[return-value]
@@ -178,16 +178,11 @@ def _stack(client: Client, tag: str, tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(client.gather(tag, tensor.detach().cpu())).to(tensor.device)
 
 
-def _op_name(op: Any) -> str:
+def _fold(stacked: torch.Tensor, op: Any) -> torch.Tensor:
     name = "mean" if op is None else str(op).rsplit(".", maxsplit=1)[-1].lower()
-    if name not in ("mean", "avg", *_FOLDS):
-        rank_zero_warn(f"the reduction {op!r} is unknown; the mean is taken instead")
-        return "mean"
-    return name
-
-
-def _fold(stacked: torch.Tensor, name: str) -> torch.Tensor:
     if name in _FOLDS:
         return _FOLDS[name](stacked, dim=0)
+    if name not in ("mean", "avg"):
+        rank_zero_warn(f"the reduction {op!r} is unknown; the mean is taken instead")
     floating = stacked if stacked.is_floating_point() else stacked.to(torch.float32)
     return floating.mean(dim=0)

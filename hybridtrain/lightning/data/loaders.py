@@ -91,10 +91,8 @@ class QueueSampler(EpochSampler):
             )
             ticket = self._client.draw(ask)
             begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
-            if ticket.counts:
-                self._plan_next(n_drawn, batches, 0, DrawnBatch(lap, ticket.spans))
-            else:
-                self._plan_next(0, batches, 0, None)
+            cover = DrawnBatch(lap, ticket.spans) if ticket.counts else None
+            self._plan_next(n_drawn if ticket.counts else 0, batches, 0, cover)
             yield from (order[position] for position in positions(ticket.spans))
         self.ended = True
 

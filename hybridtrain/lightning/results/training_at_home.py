@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
@@ -78,15 +79,12 @@ class LoadersAtHome(CombinedLoader):
 
     def __init__(self, source: Any, stage: str) -> None:
         super().__init__([])
-        self._source, self._stage, self._asked = source, stage, False
+        self._source, self._stage = source, stage
 
-    @property
+    @cached_property
     def iterables(self) -> Any:
         """The loaders given to the trainer, or returned by the user's hook."""
-        if not self._asked:
-            self._asked = True
-            self._found = made_or_none(self._make, "the loaders")
-        return self._found
+        return made_or_none(self._make, "the loaders")
 
     def _make(self) -> Any:
         with suppress(Exception):
