@@ -28,7 +28,7 @@ def ordered_parameters(
         )
     found: dict[int, torch.nn.Parameter] = {}
     for optimizer in optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             if id(parameter) not in names:
                 raise UserError(
                     f"{type(optimizer).__name__} was given a tensor of shape "
@@ -77,7 +77,7 @@ def sparse_slots(
     number_of: Mapping[int, int],
 ) -> set[int]:
     """The numbers of tables whose gradients are a few rows, and stay so."""
-    tables = {number for key, number in number_of.items() if key in sparse_tables(module)}
+    tables = {number_of[key] for key in sparse_tables(module)}
     numbers = [slot_numbers(optimizer, number_of) for optimizer in optimizers]
     return tables & sparse_numbers(optimizers, numbers)
 
