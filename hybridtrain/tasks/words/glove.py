@@ -12,9 +12,8 @@ Legend: V words, D dimensions, n entries.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -34,18 +33,19 @@ from hybridtrain.tasks.words.vectors_module import WordVectors
 from hybridtrain.util.option_types import Above0, Natural, NotNegative, Positive, typed
 
 # ---- co-occurrences -----------------------------------------------------------------------------
-# Co-occurrence counts of words, in parts that fit into memory, merged on disk and shuffled. A
-# neighbour at distance d counts for 1/d. Threads count and sort stretches of text (numpy's sort
-# releases the GIL) and write sorted runs. One pass merges the runs, reading a part of each, and
-# deals the entries at random to piles that fit into memory, where each pile is shuffled.
+# Co-occurrence counts of words, in parts that fit into memory. A neighbour at distance d counts for
+# 1/d. Threads count stretches of text (numpy's sort releases the GIL). A hash of its two words
+# deals each entry to one of several files, the piles, so that a pile has all counts of its entries,
+# in no order of words. Each pile fits into memory, where it is summed and shuffled.
 #
 # Legend: V words, n entries.
 
 ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("count", "<f4")])
-RUN = np.dtype([("key", "<i8"), ("count", "<f4")])
+DEALT = np.dtype([("key", "<i8"), ("count", "<f4")])
 Keys = NDArray[np.int64]
 Counts = NDArray[np.float32]
 _SORTING = 64  # bytes that an entry takes while it is sorted
+_HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
 def counted(numbers: Ints, window: int, n_words: int, known: int = 0) -> tuple[Keys, Counts]:
@@ -78,44 +78,6 @@ def summed(keys: Keys, counts: Counts) -> tuple[Keys, Counts]:
     return keys[starts], np.add.reduceat(counts[order], starts, dtype=np.float64).astype(np.float32)
 
 
-def write_runs(
-    numbers: Ints, window: int, n_words: int, folder: Path, memory: int, threads: int
-) -> list[Path]:
-    """Sorted runs of the whole text, which together were never more than ``memory`` bytes."""
-    length = max(1000, memory // (threads * 2 * window * _SORTING))
-    starts = range(0, len(numbers), length)
-
-    def write(start: int) -> Path:
-        known = min(start, window)
-        stretch = np.array(numbers[start - known : start + length])
-        keys, counts = counted(stretch, window, n_words, known)
-        run = np.empty(len(keys), dtype=RUN)
-        run["key"], run["count"] = keys, counts
-        path = folder / f"run{start // length}"
-        path.write_bytes(run.tobytes())
-        return path
-
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(write, starts))
-
-
-def merged(paths: Sequence[Path], memory: int) -> Iterator[tuple[Keys, Counts]]:
-    """All runs as one, part by part, ascending."""
-    runs: list[Any] = [np.memmap(p, RUN, "r") for p in paths if p.stat().st_size]
-    heads = [0] * len(runs)
-    part = max(1, memory // (max(len(runs), 1) * _SORTING))
-    while left := [n for n, run in enumerate(runs) if heads[n] < len(run)]:
-        looks = {n: runs[n][heads[n] : heads[n] + part] for n in left}
-        upto = min(look["key"][-1] for look in looks.values())
-        keys, counts = [], []
-        for n, look in looks.items():
-            end = int(np.searchsorted(look["key"], upto, side="right"))
-            keys.append(look["key"][:end])
-            counts.append(look["count"][:end])
-            heads[n] += end
-        yield summed(np.concatenate(keys), np.concatenate(counts))
-
-
 def count_cooccurrences(
     numbers: Ints,
     n_words: int,
@@ -139,39 +101,48 @@ def count_cooccurrences(
     random = np.random.default_rng(seed)
     folder = path.with_name(path.name + ".parts")
     folder.mkdir(parents=True, exist_ok=True)
-    runs = write_runs(numbers, window, n_words, folder, memory, threads)
-    at_most = sum(run.stat().st_size for run in runs) // RUN.itemsize
-    n_piles = max(1, -(-at_most * 4 * ENTRY.itemsize // memory))
-    piles = [folder / f"pile{n}" for n in range(n_piles)]
-    with ExitStack() as opened:
-        files = [opened.enter_context(pile.open("wb")) for pile in piles]
-        total = _deal(merged(runs, memory), n_words, files, random)
+    sorting = 2 * window * _SORTING  # bytes, for each number of the text
+    length = max(1000, memory // (threads * sorting))
+    piles = [folder / f"pile{n}" for n in range(-(-len(numbers) * sorting // memory))]
+    starts = range(0, len(numbers), length)
+
+    def count(start: int) -> tuple[Keys, Counts]:
+        known = min(start, window)
+        return counted(np.array(numbers[start - known : start + length]), window, n_words, known)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for first in range(0, len(starts), threads):  # no more stretches in memory than threads
+            for keys, counts in pool.map(count, starts[first : first + threads]):
+                _deal(keys, counts, piles)
     with path.open("wb") as out:
-        for pile in piles:
-            entries = np.fromfile(pile, dtype=ENTRY)
-            out.write(entries[random.permutation(len(entries))].tobytes())
-            pile.unlink()
+        total = sum(_shuffle(pile, n_words, out, random) for pile in piles)
     shutil.rmtree(folder)
     return total
 
 
-def _deal(
-    parts: Iterable[tuple[Keys, Counts]],
-    n_words: int,
-    files: Sequence[BinaryIO],
-    random: np.random.Generator,
-) -> int:
-    """Write each entry to any of the files; returns how many there were."""
-    total = 0
-    for keys, counts in parts:
-        entries = np.empty(len(keys), dtype=ENTRY)
-        entries["row"], entries["column"] = np.divmod(keys, n_words)
-        entries["count"] = counts
-        where = random.integers(0, len(files), len(keys))
-        for n, file in enumerate(files):
-            file.write(entries[where == n].tobytes())
-        total += len(keys)
-    return total
+def _deal(keys: Keys, counts: Counts, piles: Sequence[Path]) -> None:
+    """Append each entry to the pile that the hash of its key names."""
+    dealt = np.empty(len(keys), dtype=DEALT)
+    dealt["key"], dealt["count"] = keys, counts
+    mixed = (keys.astype(np.uint64) * _HASH) >> np.uint64(32)
+    where = (mixed % np.uint64(len(piles))).astype(np.int64)
+    ends = np.cumsum(np.bincount(where, minlength=len(piles)))
+    parts = np.split(dealt[np.argsort(where, kind="stable")], ends[:-1])
+    for pile, part in zip(piles, parts, strict=True):
+        with pile.open("ab") as file:
+            file.write(part.tobytes())
+
+
+def _shuffle(pile: Path, n_words: int, out: BinaryIO, random: np.random.Generator) -> int:
+    """Write the entries of a pile, summed, in random order; returns how many there are."""
+    dealt = np.fromfile(pile, dtype=DEALT)
+    pile.unlink()
+    keys, counts = summed(dealt["key"], dealt["count"])
+    entries = np.empty(len(keys), dtype=ENTRY)
+    entries["row"], entries["column"] = np.divmod(keys, n_words)
+    entries["count"] = counts
+    out.write(entries[random.permutation(len(entries))].tobytes())
+    return len(entries)
 
 
 class Entries(Stretches):
@@ -185,8 +156,7 @@ class Entries(Stretches):
 
 
 _SQUARES = "squares"  # how the sums of squares are named in checkpoints
-_COMPILED, _TORCH, _LEAST = 100_000, 2_000, 200  # entries of a mini-batch
-_PARTS = 16  # mini-batches of each worker in an epoch, at least
+SIZES = (100_000, 2_000, 200)  # entries of a mini-batch: of compiled steps, of torch's, at least
 
 
 class GloVe(WordVectors):
@@ -354,10 +324,5 @@ class Cooccurrences(TextData):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Stretches of entries, in another order each epoch."""
-        assert self.trainer is not None, "Lightning gives it"
-        length: int | str = self.batch_entries
-        if isinstance(length, str):
-            compiled = getattr(self.trainer.lightning_module, "steps_compiled", False)
-            share = len(Entries(self._entries, 1)) // (_PARTS * self.trainer.world_size)
-            length = max(_LEAST, min(share, _COMPILED if compiled else _TORCH))
+        length = self.batch_length(self.batch_entries, len(Entries(self._entries, 1)), SIZES)
         return Entries(self._entries, length).loader(self.num_workers)

@@ -199,13 +199,10 @@ class TextFiles:
 
     def __iter__(self) -> Iterator[tuple[list[str], bool]]:
         """Words that follow one another, and whether their line ends behind them."""
-        for file in self.files:
-            yield from self._of(file)
-
-    def _of(self, path: Path) -> Iterator[tuple[list[str], bool]]:
-        with unpacked(path) as file:
-            for number, block, ends in blocks(path, file):
-                yield self._words(path, number, block), ends
+        for path in self.files:
+            with unpacked(path) as file:
+                for number, block, ends in blocks(path, file):
+                    yield self._words(path, number, block), ends
 
     def _words(self, path: Path, number: int, block: bytes) -> list[str]:
         try:
@@ -327,7 +324,7 @@ def _only(stretches: Sequence[Any]) -> Any:
     return stretch
 
 
-_COMPILED, _TORCH, _LEAST = 20_000, 1_000, 250  # words of a mini-batch
+SIZES = (20_000, 1_000, 250)  # words of a mini-batch: of compiled steps, of torch's, at least
 _PARTS = 16  # mini-batches of each worker in an epoch, at least, where there are words for it
 
 
@@ -432,19 +429,26 @@ class TextData(pl.LightningDataModule):
         *counts, total = np.load(self.folder / "counts.npy")
         self.vocabulary = Vocabulary(tuple(words), np.array(counts, dtype=np.int64), int(total))
 
-    def batch_length(self) -> int:
-        """Words of a mini-batch."""
-        if self.batch_words != "auto":
-            return int(self.batch_words)
-        assert self.vocabulary is not None and self.trainer is not None
+    def batch_length(
+        self, given: int | Literal["auto"], total: int, sizes: tuple[int, int, int]
+    ) -> int:
+        """Numbers of a mini-batch: as ``given``, or by how many there are in ``total``.
+
+        Args:
+            sizes: most for compiled steps, most for torch's, and least.
+        """
+        if given != "auto":
+            return given
+        assert self.trainer is not None, "Lightning gives it"
         compiled = getattr(self.trainer.lightning_module, "steps_compiled", False)
-        share = int(self.vocabulary.counts.sum()) // (_PARTS * self.trainer.world_size)
-        return max(_LEAST, min(share, _COMPILED if compiled else _TORCH))
+        share = total // (_PARTS * self.trainer.world_size)
+        return max(sizes[2], min(share, sizes[0] if compiled else sizes[1]))
 
     def train_dataloader(self) -> DataLoader[tuple[int, Tensor]]:
         """Stretches of the text, in another order each epoch."""
-        text = EncodedText(self.folder / "numbers.int32", self.batch_length())
-        return text.loader(self.num_workers)
+        assert self.vocabulary is not None, "setup has read it"
+        length = self.batch_length(self.batch_words, int(self.vocabulary.counts.sum()), SIZES)
+        return EncodedText(self.folder / "numbers.int32", length).loader(self.num_workers)
 
     def teardown(self, stage: str | None = None) -> None:
         """Remove the numbers; processes that have mapped them keep them."""
