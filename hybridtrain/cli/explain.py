@@ -7,7 +7,6 @@ alternatives and the closest of them.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import traceback
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridtrain.cli import hydra_config
 from hybridtrain.errors import UserError
 from hybridtrain.options import strategy_arguments
-from hybridtrain.util.option_types import shown
+from hybridtrain.util.option_types import hint, shown
 
 STRATEGY = "hybridtrain.HybridStrategy"
 
@@ -161,7 +160,7 @@ def _group_fault(item: Override, choices: dict[str, list[str]]) -> str | None:
             said = shown(value) if isinstance(value, str) else repr(value)
             return (
                 f"{group}={value if said == repr(value) else said}: there is no {group} "
-                f"{said}{closest(str(value), known)} Choose one of {', '.join(known)}."
+                f"{said}{hint(str(value), known)}. Choose one of {', '.join(known)}."
             )
     return None
 
@@ -188,11 +187,10 @@ def _key_fault(
         return f"{key}: {'.'.join(above)} is a single value and has no key {wanted!r}"
     names = [str(x) for x in node if not str(x).startswith("_")] + ([] if above else list(choices))
     where = f"in {'.'.join(above)}" if above else "at the top"
-    hint = closest(wanted, names)
-    hint = (_elsewhere(base, leaf) or hint) if hint == "." else hint
+    meant = hint(wanted, names) or _elsewhere(base, leaf)
     valid = ", ".join(sorted(set(names)))
     known = f"Valid are {valid}." if valid else "There are none."
-    return f"{key}: there is no key {wanted!r} {where}{hint} {known}"
+    return f"{key}: there is no key {wanted!r} {where}{meant}. {known}"
 
 
 def _other_choice(
@@ -243,17 +241,11 @@ def _deepest(node: Any, path: Sequence[str]) -> tuple[Any, list[str]]:
     return node, above
 
 
-def closest(word: str, names: Iterable[str]) -> str:
-    """End of a sentence about the unknown ``word``: the closest name, or a full stop."""
-    found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else "."
-
-
 def _elsewhere(base: DictConfig, leaf: str) -> str:
     """A hint for a key typed without its group, such as ``devices`` for ``trainer.devices``."""
     parts = ("strategy.policy", "strategy.exchange")
     for group in ("trainer", "optimizer", "strategy", "model", "data", "task", *parts):
         node = OmegaConf.select(base, group, throw_on_missing=False)
         if isinstance(node, DictConfig) and leaf in node:
-            return f"; did you mean {group}.{leaf}?"
+            return f" (did you mean {group}.{leaf}?)"
     return ""

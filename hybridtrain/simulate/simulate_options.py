@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import make_exchange
@@ -16,8 +16,8 @@ from hybridtrain.schemes import SCHEMES
 from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
 from hybridtrain.updates.named import make_update
 from hybridtrain.updates.staleness import make_correction
-from hybridtrain.util.arguments import options
-from hybridtrain.util.option_types import Above0, check
+from hybridtrain.util.arguments import options, value_of
+from hybridtrain.util.option_types import Above0, Natural, NotNegative, Positive, Range, check
 from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.script import Script, read_script
 from hybridtrain.worlds.virtual.service_times import (
@@ -31,16 +31,23 @@ from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
 FILES = ("json", "html")
 BANDWIDTHS = ("network.bandwidth", "network.server_bandwidth")
-OPTIONS = [
-    *("strategy", "workers", "batch_size", "mini_batches", "seconds", "seed"),
-    *("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from"),
-    *("compute.seconds_per_step", "slower", "network.latency_s", *BANDWIDTHS, "parameters"),
-    *("script", "interrupt", "foresight", "data_shards", "data_visit", "update_s"),
-    *("correction", "exchange", "update", *FILES),
-]
+_TEXTS = ("strategy", "compute", "from", "script", "correction", "exchange", "update", *FILES)
+_Time = Annotated[float, Range(0, open="(", infinite=True)]
+OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(_TEXTS, str),
+    **dict.fromkeys(("workers", "batch_size", "mini_batches"), Positive),
+    **dict.fromkeys(("data_shards", "data_visit"), Positive),
+    **dict.fromkeys(("seed", "parameters"), Natural),
+    **dict.fromkeys(("compute.shift", "compute.alpha", "compute.sigma"), float),
+    **dict.fromkeys(("compute.mean_s", "compute.seconds_per_step", "slower"), Above0),
+    **dict.fromkeys(("seconds", *BANDWIDTHS), _Time),
+    **dict.fromkeys(("network.latency_s", "update_s"), NotNegative),
+    **dict.fromkeys(("interrupt", "foresight"), bool),
+}
+SEVERAL = ("strategy", "workers", "compute.seconds_per_step")  # values, separated by commas
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
-Given = Mapping[str, str]
+Given = Mapping[str, Any]
 
 
 def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
@@ -51,14 +58,14 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
     others = [argument for argument in arguments if not _is_training(argument)]
-    said = _of_experiment(overrides) | options(others, OPTIONS, families=("slower",))
-    given = {name: value for name, value in said.items() if value != "null"}
+    said = _of_experiment(overrides) | options(others, list(OPTIONS), families=("slower",))
+    given = {name: _read(name, text) for name, text in said.items() if text != "null"}
     train = _train(given, overrides)
-    workers = tuple(_whole("workers", w) for w in given.get("workers", "8").split(","))
+    workers = given.get("workers", [8])
     slower = _slower(given, workers)
     plan = SimulationPlan(
-        strategies=tuple(map(way, given.get("strategy", "hybrid,async").split(","))),
-        workers=workers,
+        strategies=tuple(map(way, given.get("strategy", ["hybrid", "async"]))),
+        workers=tuple(workers),
         times=_times(given, slower),
         slower=slower,
         conditions=_conditions(given, bool(overrides)),
@@ -66,10 +73,10 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
         correction=_of_gradients("correction", given, overrides, make_correction),
         exchange=_of_gradients("exchange", given, overrides, make_exchange),
         update=_of_gradients("update", given, overrides, make_update),
-        batch_size=_whole("batch_size", given.get("batch_size", "32")),
+        batch_size=given.get("batch_size", 32),
         mini_batches=_length(given, bool(overrides)),
-        seconds=_seconds(given),
-        seed=_whole("seed", given.get("seed", "0"), least=0),
+        seconds=given.get("seconds", math.inf),
+        seed=given.get("seed", 0),
     )
     return plan, {name: Path(given[name]) for name in FILES if name in given}
 
@@ -86,7 +93,17 @@ def _of_experiment(overrides: Sequence[str]) -> dict[str, str]:
         return {}
     from hybridtrain.cli.virtual_tasks import usual_options  # imports Lightning
 
-    return options(usual_options(overrides), OPTIONS, families=("slower",))
+    return options(usual_options(overrides), list(OPTIONS), families=("slower",))
+
+
+def _read(name: str, text: str) -> Any:
+    """The value of an option, or its values; raises UserError unless they are of its kind."""
+    kind = OPTIONS["slower" if name.startswith("slower.") else name]
+    texts = text.split(",") if name in SEVERAL else [text]
+    values = [each if kind is str else value_of(each) for each in texts]
+    for value in values:
+        check(name, value, kind, plain=True)
+    return values if name in SEVERAL else values[0]
 
 
 # ---- strategies ---------------------------------------------------------------------------------
@@ -124,21 +141,8 @@ def _spec(what: str, text: str) -> Any:
                 f"{what}={text} was given; options follow the name as :option=value, like "
                 "backup:k=3 or ssp:lead=2"
             )
-        spec[key] = _value(value)
+        spec[key] = value_of(value)
     return spec if options else name
-
-
-def _value(text: str) -> bool | float | str | None:
-    """The text as a bool, number or None if it looks like one."""
-    words: dict[str, bool | None] = {"true": True, "false": False, "null": None}
-    if text in words:
-        return words[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _of_gradients(
@@ -173,8 +177,7 @@ def _train(given: Given, overrides: Sequence[str]) -> Train | None:
             )
     from hybridtrain.cli.virtual_tasks import lessons  # imports Lightning
 
-    seed = _whole("seed", given.get("seed", "0"), least=0)
-    make = lessons([*overrides, f"seed={seed}"])
+    make = lessons([*overrides, f"seed={given.get('seed', 0)}"])
 
     def train(workers: int) -> tuple[Task, MakeOptimizer]:
         lesson = make(workers)
@@ -188,29 +191,27 @@ def _train(given: Given, overrides: Sequence[str]) -> Train | None:
 
 def _slower(given: Given, workers: Sequence[int]) -> dict[int, float]:
     """Factor on the service time, by worker."""
-    slower = {
-        _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
-        for name, value in given.items()
-        if name.startswith("slower.")
-    }
+    slower: dict[int, float] = {}
+    for name, factor in given.items():
+        if name.startswith("slower."):
+            worker: Any = value_of(name.removeprefix("slower."))
+            check("slower.W", worker, Natural, plain=True)
+            slower[worker] = factor
     name = "compute.seconds_per_step"
-    if (each := given.get(name)) is None:
+    if (times := given.get(name)) is None:
         return slower
     clashes = [other for other in given if other.startswith("slower.") or other == "compute.mean_s"]
     clashes += ["compute=measured"] * (given.get("compute") == "measured")
     if clashes:
         raise UserError(
-            f"{name}={each} was given with {clashes[0]}; it says itself how long each worker "
+            f"{name} was given with {clashes[0]}; it says itself how long each worker "
             "takes, so leave one of the two out (NAME=null, if an experiment says it)"
         )
-    times = [_number(name, text) for text in each.split(",")]
     for n_workers in workers:
         if n_workers != len(times):
             raise UserError(
-                f"{name}={each} was given with workers={n_workers}; give a number for each worker"
+                f"{name}={times} was given with workers={n_workers}; give a number for each worker"
             )
-    for time in times:
-        check(name, time, Above0)
     return dict(enumerate(times))
 
 
@@ -232,18 +233,14 @@ def _times(given: Given, slower: Mapping[int, float]) -> Times:
         source = Path(given["from"])
         in_words = source.suffix in (".json", ".csv")
         return Measured(read_times(source) if in_words else service_times(source), slower)
-    mean_s = _number("compute.mean_s", given.get("compute.mean_s", "1"))
-    shape = given.get(f"compute.{own}")
-    return ServiceTimes(
-        kind, mean_s, None if shape is None else _number(f"compute.{own}", shape), slower
-    )
+    return ServiceTimes(kind, given.get("compute.mean_s", 1.0), given.get(f"compute.{own}"), slower)
 
 
 def _conditions(given: Given, trains: bool) -> Conditions:
     script = read_script(given["script"]) if "script" in given else Script()
     network = _network(given, trains)
-    interrupts, foresees = (_yes(n, given.get(n, "false")) for n in ("interrupt", "foresight"))
-    update_s = _number("update_s", given.get("update_s", "0"))
+    interrupts, foresees = (given.get(name, False) for name in ("interrupt", "foresight"))
+    update_s = given.get("update_s", 0.0)
     return Conditions(network, script, interrupts, update_s, foresees, _visits(given, trains))
 
 
@@ -254,7 +251,7 @@ def _visits(given: Given, trains: bool) -> Visits | None:
             f"{both[0]}={given[both[0]]} was given; data_shards=S and data_visit=N go together, "
             "and with task=..., whose data are cut"
         )
-    return Visits(*(_whole(name, given[name]) for name in both)) if both else None
+    return Visits(*(given[name] for name in both)) if both else None
 
 
 def _network(given: Given, trains: bool) -> Network:
@@ -266,48 +263,14 @@ def _network(given: Given, trains: bool) -> Network:
             "parameters (4 bytes each) go together"
         )
     return Network(
-        latency_s=_number("network.latency_s", given.get("network.latency_s", "0")),
-        bandwidth=_number("network.bandwidth", given.get("network.bandwidth", "inf")),
-        server_bandwidth=_number(
-            "network.server_bandwidth", given.get("network.server_bandwidth", "inf")
-        ),
-        size_bytes=4 * _whole("parameters", given.get("parameters", "0"), least=0),
+        given.get("network.latency_s", 0.0),
+        *(given.get(name, math.inf) for name in BANDWIDTHS),
+        size_bytes=4 * given.get("parameters", 0),
     )
 
 
 def _length(given: Given, trains: bool) -> float | None:
     """Length of the run in mini-batches; ``None``: the task's epochs."""
-    if "mini_batches" in given:
-        return _whole("mini_batches", given["mini_batches"])
-    if "seconds" in given:
+    if "mini_batches" not in given and "seconds" in given:
         return math.inf
-    return None if trains else 20_000
-
-
-def _seconds(given: Given) -> float:
-    seconds = _number("seconds", given.get("seconds", "inf"))
-    if not seconds > 0:
-        raise UserError(f"seconds={given['seconds']} was given; it must be a positive number")
-    return seconds
-
-
-# ---- values -------------------------------------------------------------------------------------
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"{name}={text} was given; it must be a number") from None
-
-
-def _whole(name: str, text: str, least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"{name}={text} was given; it must be a whole number from {least} on")
-    return int(text)
-
-
-def _yes(name: str, text: str) -> bool:
-    if text not in ("true", "false"):
-        raise UserError(f"{name}={text} was given; it must be true or false")
-    return text == "true"
+    return given.get("mini_batches", None if trains else 20_000)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import hint
 
 
 def options(
@@ -28,11 +28,24 @@ def options(
         family, member, _ = name.partition(".")
         of = family if member and family in families else name
         if of not in known or not separator or not value:
-            close = get_close_matches(name, known, n=1)
-            hint = f" (did you mean {close[0]}=...?)" if close else ""
-            raise UserError(f"{argument!r} was given{hint}; known are {', '.join(known)}")
+            raise UserError(
+                f"{argument!r} was given{hint(name, known)}; known are {', '.join(known)}"
+            )
         given[name] = value
     return given
+
+
+def value_of(text: str) -> bool | float | str | None:
+    """The text as a bool, number or None if it looks like one."""
+    words: dict[str, bool | None] = {"true": True, "false": False, "null": None}
+    if text in words:
+        return words[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def command(

@@ -110,10 +110,9 @@ def check(name: str, value: Any, kind: Any, plain: bool = False) -> None:
 def refusal(name: str, value: Any, kind: Any, plain: bool = True) -> UserError:
     """The error for a value that is not allowed."""
     allowed = words(kind).replace(", an object", "") if plain else words(kind)
-    close = get_close_matches(value, list(_each(kind)), n=1) if isinstance(value, str) else ()
-    hint = f" (did you mean {close[0]}?)" if close else ""
+    meant = hint(value, _each(kind)) if isinstance(value, str) else ""
     huge = ", of 64 bits" if type(value) is int and not _SIMPLE[int](value) else ""
-    return UserError(f"{name}={shown(value, plain)} was given{hint}; it must be {allowed}{huge}")
+    return UserError(f"{name}={shown(value, plain)} was given{meant}; it must be {allowed}{huge}")
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -144,9 +143,8 @@ def _check_keys(name: str, value: Mapping[Any, Any], form: Any, plain: bool) -> 
     kinds = hints(form)
     for key in value:
         if key not in kinds:
-            close = get_close_matches(str(key), kinds, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(kinds)}"
-            raise UserError(f"{name}.{key} was given; {hint}")
+            known = ", ".join(kinds)
+            raise UserError(f"{name}.{key} was given{hint(str(key), kinds)}; it has {known}")
     for key, each in kinds.items():
         if key in value or key in form.__required_keys__:
             check(f"{name}.{key}", value.get(key), each, plain)

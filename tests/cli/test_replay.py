@@ -228,7 +228,7 @@ def test_what_cannot_be_simulated_is_refused(command: Command, replay: Replay) -
 
 def test_what_is_no_recorded_run_is_refused(command: Command, replay: Replay) -> None:
     assert "no run was given" in replay().complaint
-    assert "did you mean run=" in replay("rum=x").complaint
+    assert "did you mean run?" in replay("rum=x").complaint
     assert "must be true or false" in replay("run=x", "anyway=perhaps").complaint
     assert "there is no such directory" in replay("run=nowhere").complaint
     assert command(*TINY, "strategy=ddp", "trainer.devices=2", "hydra.run.dir=ddp").code == 0

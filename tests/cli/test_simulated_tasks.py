@@ -65,7 +65,7 @@ def test_many_workers_learn_in_one_process(workers: int, steps: int, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["task=digitz"], "there is no task 'digitz'; did you mean digits?"),
+        (["task=digitz"], "there is no task 'digitz' (did you mean digits?)"),
         (["task=parabola", "model.hiden=3"], "did you mean hidden?"),
         (
             ["task=parabola", "optimizer.lr=fast"],

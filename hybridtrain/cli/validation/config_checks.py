@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridtrain.cli import hydra_config
-from hybridtrain.cli.explain import STRATEGY, base_config, closest
+from hybridtrain.cli.explain import STRATEGY, base_config
 from hybridtrain.errors import UserError
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
 from hybridtrain.options.strategy_arguments import checked
@@ -33,6 +33,7 @@ from hybridtrain.util.option_types import (
     allows,
     check,
     checked_choice,
+    hint,
     hints,
     is_target,
     refusal,
@@ -164,7 +165,7 @@ OPEN = ("model", "data", "optimizer", "callbacks", "logger")  # groups of argume
 def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Run all checks that need neither this machine's hardware nor torch."""
     if "model" in cfg and OmegaConf.is_dict(cfg.model):
-        check_complete(cfg)
+        _check_complete(cfg)
     given = _plain(cfg)
     _check_keys(given, RunOptions, "", cfg)
     _check_keys(given["task"], TaskOptions, "task.", cfg.task)
@@ -175,7 +176,7 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     _check_together(given)
 
 
-def check_complete(cfg: DictConfig) -> None:
+def _check_complete(cfg: DictConfig) -> None:
     """Check that the user's own module is named, the only key without a default."""
     if OmegaConf.is_missing(cfg.model, "_target_"):
         raise UserError(
@@ -230,7 +231,7 @@ def _check_keys(given: Mapping[str, Any], described: type, prefix: str, whole: D
         # Outside of the groups a key may be there for others to refer to.
         wrong = name not in kinds and (prefix or get_close_matches(name, kinds))
         if wrong and not name.startswith("_"):
-            raise UserError(f"{prefix}{name}: there is no such option{closest(name, kinds)}")
+            raise UserError(f"{prefix}{name}: there is no such option{hint(name, kinds)}")
 
 
 def _check_strategy(given: Mapping[str, Any]) -> None:

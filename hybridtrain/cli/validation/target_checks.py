@@ -19,9 +19,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from hybridtrain.cli.explain import closest, one_line
+from hybridtrain.cli.explain import one_line
 from hybridtrain.errors import UserError
-from hybridtrain.util.option_types import check_arguments, shown
+from hybridtrain.util.option_types import check_arguments, hint, shown
 
 
 def check_targets(cfg: DictConfig) -> None:
@@ -53,7 +53,7 @@ def _check_target(key: str, node: DictConfig) -> None:
     for word in given:
         if word not in parameters:
             raise UserError(
-                f"{key}.{word}: {name} takes no argument {word!r}{closest(word, parameters)} "
+                f"{key}.{word}: {name} takes no argument {word!r}{hint(word, parameters)}. "
                 f"It takes {', '.join(parameters) or 'none'}."
             )
     required = [x for x, p in parameters.items() if p.default is p.empty and x not in given]

@@ -116,7 +116,7 @@ def test_analogies_and_similarities_of_files(tmp_path: Path, capsys: pytest.Capt
     [
         (["nowhere.bin", "most_similar=a"], "nowhere.bin: there is no such file"),
         (["v.bin"], "nothing was asked"),
-        (["v.bin", "most_similer=a"], "did you mean most_similar=...?"),
+        (["v.bin", "most_similer=a"], "did you mean most_similar?"),
         (["v.bin", "most_similar=a", "top=0"], "top=0: give a number from 1 on"),
     ],
 )
