@@ -10,10 +10,12 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
+
+import numpy as np
 
 from hybridtrain.errors import UserError
 
@@ -71,15 +73,6 @@ class Series:
     style: Style | None = None  # default: by position
 
 
-@dataclass(frozen=True, slots=True)
-class Bars:
-    """Horizontal bars, the first on top: names, lengths (None: unknown) and styles."""
-
-    names: Sequence[str]
-    lengths: Sequence[float | None]
-    styles: Sequence[Style] = field(default_factory=tuple)
-
-
 def line_chart(
     series: Sequence[Series],
     xlabel: str,
@@ -131,37 +124,69 @@ def _line(axes: Any, each: Series, look: Style, marks: bool, thin: bool) -> None
     )
 
 
-def bar_chart(series: Sequence[Series], xlabel: str, ylabel: str, *, legend: bool = True) -> str:
-    """Histograms on the same axes, as outlines."""
+MOST_BINS = 60  # of a histogram
+OLDEST_SHARE = 0.005  # of the contributions: the oldest ones share the last bin
+
+
+def staleness_chart(
+    names: Sequence[str],
+    ages: Sequence[Mapping[int, float]],
+    styles: Sequence[Style] = (),
+    *,
+    legend: bool = True,
+) -> str:
+    """Histograms on the same axes, as outlines: shares of the contributions by their staleness.
+
+    Args:
+        ages: staleness in updates -> contributions, of each name.
+    """
+    counts = np.zeros((len(ages), 1 + max(max(each) for each in ages)))
+    for row, each in zip(counts, ages, strict=True):
+        row[list(each)] = list(each.values())
+    shares = 100 * counts / counts.sum(1, keepdims=True)
+    young = int((shares.cumsum(1) < 100 * (1 - OLDEST_SHARE)).sum(1).max())
+    last = min(young + 1, counts.shape[1] - 1)
+    width = -(-(last + 1) // MOST_BINS)
+    begins = np.arange(0, last + 1, width)
+    centres = np.append(begins, begins[-1] + width) + (width - 1) / 2
+    binned = np.pad(np.add.reduceat(shares, begins, axis=1), ((0, 0), (0, 1)))
 
     def draw(axes: Any) -> None:
-        for number, each in enumerate(series):
-            look = each.style or style(number)
+        for number, (name, heights) in enumerate(zip(names, binned, strict=True)):
+            look = styles[number] if styles else style(number)
             dashes = (0, look.dashes) if look.dashes else "-"
-            axes.step(
-                each.x, each.y, where="mid", label=each.label, color=look.colour, linestyle=dashes
-            )
-            axes.fill_between(each.x, each.y, step="mid", alpha=0.12, color=look.colour)
-        axes.set(xlabel=xlabel, ylabel=ylabel)
+            drawn = {"color": look.colour, "linestyle": dashes}
+            axes.step(centres, heights, where="mid", label=name, **drawn)
+            axes.fill_between(centres, heights, step="mid", alpha=0.12, color=look.colour)
+        more = f" ({begins[-1]}: and more)" if counts.shape[1] > begins[-1] + width else ""
+        axes.set(xlabel=f"staleness in updates{more}", ylabel="% of contributions")
         axes.set_ylim(bottom=0)
         axes.locator_params(axis="x", integer=True)
 
-    return picture(draw, legend=legend and len(series) > 1)
+    return picture(draw, legend=legend and len(names) > 1)
 
 
-def length_chart(bars: Bars, xlabel: str) -> str:
-    """Horizontal bars with their names and numbers; the height grows with their number."""
-    known = [x or 0.0 for x in bars.lengths]
+def length_chart(
+    names: Sequence[str],
+    lengths: Sequence[float | None],
+    xlabel: str,
+    styles: Sequence[Style] = (),
+) -> str:
+    """Horizontal bars with names and lengths (None: unknown), the first on top.
+
+    The height grows with their number.
+    """
+    known = [x or 0.0 for x in lengths]
     places = range(len(known))
 
     def draw(axes: Any) -> None:
-        colours = [x.colour for x in bars.styles] or COLOURS[0]
+        colours = [x.colour for x in styles] or COLOURS[0]
         axes.barh(places, known, color=colours, height=0.7)
-        for place, length in enumerate(bars.lengths):
+        for place, length in enumerate(lengths):
             text = "not known" if length is None else number(length)
             at = (known[place], place)
             axes.annotate(text, at, (3, 0), textcoords="offset points", va="center", fontsize=9)
-        axes.set_yticks(places, [shortened(x, 18) for x in bars.names])
+        axes.set_yticks(places, [shortened(x, 18) for x in names])
         axes.invert_yaxis()
         axes.set(xlabel=xlabel, xlim=(0, max(known, default=0.0) * 1.25 or 1.0))
         axes.grid(axis="y", visible=False)

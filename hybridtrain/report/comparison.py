@@ -13,19 +13,17 @@ from typing import Any
 
 from hybridtrain.report.charts import (
     COLOURS,
-    Bars,
     Series,
     Style,
-    bar_chart,
     can_draw,
     length_chart,
     line_chart,
+    staleness_chart,
     style,
 )
 from hybridtrain.report.history import HISTORY_FILE, KNOWN
 from hybridtrain.report.page import (
     Part,
-    TableRow,
     code,
     details,
     figure,
@@ -114,8 +112,8 @@ def _remarks(shown: Sequence[Shown]) -> Iterator[Part]:
     bad = [x for x in shown if not x.run.ended_well]
     if bad:
         yield note(f"{len(bad)} of {_count(len(shown), 'run')} did not finish.")
-        rows = [TableRow([x.name, x.run.status, x.run.reason], bad=True) for x in bad]
-        made = table(["run", "", "why"], rows)
+        rows = [[x.name, x.run.status, x.run.reason] for x in bad]
+        made = table(["run", "", "why"], rows, range(len(rows)))
         yield made if len(bad) <= FEW else details("Which, and why", [made])
     for x in shown:
         if x.run.broken:
@@ -210,10 +208,8 @@ def results(shown: Sequence[Shown], out: Path) -> Part:
         "files": [_files(x.run, out) for x in shown],
     }
     kept = {k: v for k, v in columns.items() if any(x not in (None, "") for x in v)}
-    cells = zip(*kept.values(), strict=True)
-    return table(
-        list(kept), [TableRow(c, not x.run.ended_well) for c, x in zip(cells, shown, strict=True)]
-    )
+    bad = [number for number, x in enumerate(shown) if not x.run.ended_well]
+    return table(list(kept), list(zip(*kept.values(), strict=True)), bad)
 
 
 def _files(run: Run, out: Path) -> Part:
@@ -254,7 +250,6 @@ def _told(value: Any) -> str:
 
 MOST_POINTS = 200  # of a line
 MOST_BARS = 24
-FEW_SHARE = 0.005  # of the contributions: the oldest ones share a bin
 ACROSS = {  # column of the x axis -> caption, label
     "wall_s": ("wall time", "wall time in s, start-up and validations included"),
     "samples": ("samples", "samples trained on, all workers"),
@@ -327,31 +322,11 @@ def _bars(shown: Sequence[Shown]) -> Iterator[Part]:
     for caption, axis, number in panels:
         lengths = [x.run.numbers[number] for x in shown]
         if any(x is not None for x in lengths):
-            yield figure(length_chart(Bars(names, lengths, looks), axis), caption)
+            yield figure(length_chart(names, lengths, axis, looks), caption)
     if counted := [x for x in shown if _ages(x.run)]:
-        yield _histogram(counted)
-
-
-def _histogram(shown: Sequence[Shown]) -> Part:
-    """Shares of contributions by staleness; the few oldest ones share the last bin."""
-    counts = [_ages(x.run) for x in shown]
-    oldest = max(max(each) for each in counts)
-    last = next(
-        age
-        for age in range(oldest + 1)
-        if all(
-            sum(n for a, n in each.items() if a > age) <= FEW_SHARE * sum(each.values())
-            for each in counts
-        )
-    )
-    last += last < oldest
-    drawn = []
-    for x, each in zip(shown, counts, strict=True):
-        binned = [100 * each.get(age, 0) / sum(each.values()) for age in range(last)]
-        drawn.append(Series(x.name, range(last + 2), [*binned, 100 - sum(binned), 0.0], x.style))
-    axis = "staleness in updates" + (f" ({last}: and more)" if last < oldest else "")
-    svg = bar_chart(drawn, axis, "% of contributions", legend=False)
-    return figure(svg, "Staleness of what was applied", _legend_of(shown))
+        names, looks = [x.name for x in counted], [x.style for x in counted]
+        svg = staleness_chart(names, [_ages(x.run) for x in counted], looks, legend=False)
+        yield figure(svg, "Staleness of what was applied", _legend_of(counted))
 
 
 def _ages(run: Run) -> dict[int, float]:

@@ -8,8 +8,7 @@ page itself fits a phone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
@@ -122,26 +121,22 @@ def details(summary: str, parts: Iterable[Part]) -> Part:
     return Part(f"<details><summary>{escape(summary)}</summary>{''.join(parts)}</details>")
 
 
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """A row of a table; a bad one is red."""
-
-    cells: Sequence[object]
-    bad: bool = False
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[object] | TableRow]) -> Part:
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[object]], bad: Collection[int] = ()
+) -> Part:
     """A table; its first column stays visible while the others scroll.
 
     Columns of numbers are aligned to the right, columns with words to the left.
+
+    Args:
+        bad: numbers of rows that are red.
     """
-    lines = [row if isinstance(row, TableRow) else TableRow(row) for row in rows]
-    words = [any(_is_text(line.cells[i]) for line in lines) for i in range(len(heads))]
+    words = [any(_is_text(row[i]) for row in rows) for i in range(len(heads))]
     top = "".join(
         f"<th{_kind('text' if w else '')}>{escape(x)}</th>"
         for x, w in zip(heads, words, strict=True)
     )
-    body = "".join(_row(line, words) for line in lines)
+    body = "".join(_row(row, words, number in bad) for number, row in enumerate(rows))
     return Part(
         f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
@@ -153,12 +148,11 @@ def _is_text(cell: object) -> bool:
     return not any(letter.isdigit() for letter in cell[:2])
 
 
-def _row(line: TableRow, words: Sequence[bool]) -> str:
+def _row(row: Sequence[object], words: Sequence[bool], bad: bool) -> str:
     cells = "".join(
-        f"<td{_kind(_cell_kind(x, w))}>{_html(x)}</td>"
-        for x, w in zip(line.cells, words, strict=True)
+        f"<td{_kind(_cell_kind(x, w))}>{_html(x)}</td>" for x, w in zip(row, words, strict=True)
     )
-    return f"<tr{_kind('bad' if line.bad else '')}>{cells}</tr>"
+    return f"<tr{_kind('bad' if bad else '')}>{cells}</tr>"
 
 
 def _cell_kind(cell: object, words: bool) -> str:

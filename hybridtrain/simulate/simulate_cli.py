@@ -131,16 +131,16 @@ def table(rows: Sequence[SimulationRow]) -> Table:
 _CELLS: dict[str, Callable[[SimulationRow], str]] = {
     "strategy": lambda row: row.strategy,
     "workers": lambda row: str(row.workers),
-    "updates/s": lambda row: _short(row.updates_per_s),
-    "samples/s": lambda row: _short(row.samples_per_s),
+    "updates/s": lambda row: charts.number(row.updates_per_s),
+    "samples/s": lambda row: charts.number(row.samples_per_s),
     "of ideal": lambda row: f"{100 * row.efficiency:.1f} %",
     "waiting": lambda row: f"{100 * row.waiting_share:.1f} %",
     "network": lambda row: f"{100 * row.network_share:.1f} %",
     "dropped": lambda row: str(row.dropped),
-    "stale": lambda row: _short(row.staleness_mean),
+    "stale": lambda row: charts.number(row.staleness_mean),
     "99 %": lambda row: str(row.staleness_p99),
     "handed over": lambda row: f"{row.sent_bytes / 1e6:,.3g} MB",
-    "loss": lambda row: _short(row.loss[-1][1]) if row.loss else "-",
+    "loss": lambda row: charts.number(row.loss[-1][1]) if row.loss else "-",
 }
 
 
@@ -159,10 +159,6 @@ def heads(rows: Sequence[SimulationRow]) -> list[str]:
 def cells(row: SimulationRow, columns: Sequence[str]) -> list[str]:
     """The run's cells in these columns."""
     return [_CELLS[column](row) for column in columns]
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 # ---- curves -------------------------------------------------------------------------------------
@@ -209,21 +205,6 @@ def losses_over_bytes(rows: Sequence[SimulationRow]) -> list[Series]:
     return found
 
 
-def ages(rows: Sequence[SimulationRow], most: int = 60) -> list[Series]:
-    """Histogram of staleness per run, in at most ``most`` bins, up to the 99th percentile."""
-    end = max(max(row.staleness_p99, 1) for row in rows)
-    width = max(1, -(-(end + 1) // most))
-    made = []
-    for name, row in zip(names(rows), rows, strict=True):
-        steps = [0.0] * (end // width + 1)
-        total = sum(row.staleness.values()) or 1
-        for age, n in row.staleness.items():
-            if age <= end:
-                steps[age // width] += n / (total * width)
-        made.append(Series(name, [(i + 0.5) * width - 0.5 for i in range(len(steps))], steps))
-    return made
-
-
 # ---- the page -----------------------------------------------------------------------------------
 
 
@@ -256,8 +237,8 @@ def _charts(rows: Sequence[SimulationRow]) -> list[Part]:
         *PANELS,
     ]
     parts = [page.figure(_chart(rows, label, value), label) for label, value in made]
-    svg = charts.bar_chart(ages(rows), "age in updates", "share of the contributions")
-    return [*parts, page.figure(svg, "Staleness distribution, up to the 99th percentile")]
+    svg = charts.staleness_chart(names(rows), [row.staleness or {0: 1} for row in rows])
+    return [*parts, page.figure(svg, "Staleness distribution")]
 
 
 def _chart(rows: Sequence[SimulationRow], label: str, value: Value) -> str:
@@ -265,7 +246,7 @@ def _chart(rows: Sequence[SimulationRow], label: str, value: Value) -> str:
     if len({row.workers for row in rows}) > 1:
         lines = against_workers(rows, value)
         return charts.line_chart(lines, "workers", label, xlog=True, marks=True)
-    return charts.length_chart(charts.Bars(names(rows), [value(row) for row in rows]), label)
+    return charts.length_chart(names(rows), [value(row) for row in rows], label)
 
 
 _LEGEND = (

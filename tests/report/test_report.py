@@ -27,7 +27,7 @@ class Tags(HTMLParser):
 
 def test_a_page_needs_no_network_and_fits_a_phone() -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
-    figures = [charts.line_chart(LINES, "t", "loss"), charts.bar_chart(LINES, "age", "share")]
+    figures = [charts.line_chart(LINES, "t", "loss"), charts.staleness_chart(["a"], [{0: 3, 9: 1}])]
     parts = [
         page.heading("h"),
         page.table(["n", "v"], [["x", 1]]),
@@ -67,8 +67,8 @@ def test_figures_stand_to_the_right_and_words_to_the_left() -> None:
 def test_markup_passes_and_everything_else_is_escaped(tmp_path: Path) -> None:
     there = page.link(tmp_path / "a b&c" / "x.html", "<i>", tmp_path)
     assert there == '<a href="./a%20b%26c/x.html">&lt;i&gt;</a>'
-    row = page.TableRow([there, "<i>", 0.000012345, 1234567.0, float("nan")], bad=True)
-    assert page.table(["a", "b", "c", "d", "e"], [row]).endswith(
+    row = [there, "<i>", 0.000012345, 1234567.0, float("nan")]
+    assert page.table(["a", "b", "c", "d", "e"], [row], bad=[0]).endswith(
         f'<tr class="bad"><td class="text">{there}</td><td class="text">&lt;i&gt;</td>'
         "<td>1.23e-05</td><td>1,234,567</td><td>nan</td></tr></tbody></table></div>"
     )
