@@ -19,31 +19,12 @@ from types import ModuleType
 from typing import Any
 
 from hybridtrain.lightning_package import PACKAGES, admit, decide, refuse_mixture
-from hybridtrain.schemes import parts_of
+from hybridtrain.schemes import SCHEMES, parts_of
 
-DESCRIPTIONS = {
-    "hybrid": "parameters in host memory; wait for all workers, apply the mean of their gradients",
-    "async": "parameters in host memory; apply each gradient on arrival, never wait",
-    "synchronous": "parameters in host memory; one worker at a time, in turn",
-    "backup": "parameters in host memory; apply the mean of all but the slowest, drop what is late",
-    "k_async": "parameters in host memory; apply the first k, keep what is late",
-    "k_batch_sync": "parameters in host memory; apply any k mini-batches, drop what is late",
-    "k_batch_async": "parameters in host memory; apply any k mini-batches, keep what is late",
-    "softsync": "parameters in host memory; apply as many mini-batches as there are workers",
-    "ssp": "parameters in host memory; nobody is more than a few steps ahead of the slowest",
-    "grace": "parameters in host memory; apply each gradient, go on with who comes shortly behind",
-    "switch": "parameters in host memory; as hybrid until the loss stops falling, then as async",
-    "hogwild": "parameters in host memory; workers step them themselves, without a lock",
-    "local_sgd": "parameters in host memory; workers train on their own, and average now and then",
-    "downpour": "parameters in host memory; workers train on their own, push and fetch, never wait",
-    "post_local_sgd": "parameters in host memory; as hybrid first, as local_sgd later",
-    "easgd": "parameters in host memory; workers train on their own, tied to them by a force",
-    "diloco": "parameters in host memory; as local_sgd, with an outer Nesterov momentum",
-    "streaming_diloco": "parameters in host memory; as diloco, one fragment of them at a time",
-    "async_diloco": "parameters in host memory; as diloco, but only those wait who come together",
-    "sign_sgd": "parameters in host memory; as hybrid, with the sign most gradients have",
-    "power_sgd": "parameters in host memory; as hybrid, a gradient travels as two narrow matrices",
-}
+NAMES = (
+    *("hybrid", "async", "synchronous", "backup", "k_async", "k_batch_sync", "k_batch_async"),
+    *("softsync", "ssp", "grace", "switch", "hogwild", *SCHEMES),
+)
 
 
 def register_strategies() -> None:
@@ -57,9 +38,9 @@ def register_strategies() -> None:
 
 def _register(package: str) -> None:
     registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
-    for name, description in DESCRIPTIONS.items():
+    for name in NAMES:
         if name not in registry:
-            registry.register(name, partial(_made, package), description, **parts_of(name))
+            registry.register(name, partial(_made, package), **parts_of(name))
     loaded = sys.modules.get("hybridtrain.lightning.strategy")
     if (strategy := getattr(loaded, "HybridStrategy", None)) is not None:  # it may be importing
         admit(strategy)

@@ -37,7 +37,7 @@ from hybridtrain import StepProfiler
 from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.errors import UserError
 from hybridtrain.profiling.time_spans import MEANINGS, Phase
-from hybridtrain.registration import DESCRIPTIONS
+from hybridtrain.registration import NAMES
 from hybridtrain.util.arguments import command, options
 from hybridtrain.worlds.local.channel import Channel
 
@@ -169,8 +169,8 @@ def run(arguments: Sequence[str]) -> None:
     names, numbers = given["strategies"].split(","), (given["workers"], given["seconds"])
     if given["data"] not in ("samples", "batches") or not all(map(str.isdecimal, numbers)):
         raise UserError("give data=samples or data=batches, and whole numbers: workers=2 seconds=3")
-    if unknown := set(names) - DESCRIPTIONS.keys():
-        raise UserError(f"{min(unknown)} was given; known are {', '.join(DESCRIPTIONS)}")
+    if unknown := set(names) - set(NAMES):
+        raise UserError(f"{min(unknown)} was given; known are {', '.join(NAMES)}")
     if not Path("/proc/self/schedstat").exists():
         raise UserError("this system does not say what a process has waited for; use Linux")
     warnings.simplefilter("ignore")

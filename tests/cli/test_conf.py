@@ -34,7 +34,7 @@ from hybridtrain.cli.validation.config_checks import (
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.exchanges import exchange_of, make_exchange
 from hybridtrain.policies import POLICIES, make_policy
-from hybridtrain.registration import DESCRIPTIONS
+from hybridtrain.registration import NAMES
 from hybridtrain.schemes import SCHEMES
 from hybridtrain.updates.named import update_of
 from hybridtrain.util.option_types import check, hints
@@ -114,9 +114,9 @@ def test_every_policy_has_a_row_and_every_row_a_policy() -> None:
 
 
 def test_every_row_is_a_name_for_lightnings_trainer() -> None:
-    assert {*DESCRIPTIONS, "ddp"} == set(groups()["strategy"])
+    assert {*NAMES, "ddp"} == set(groups()["strategy"])
     assert pl.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False).world_size == 2
-    for name in DESCRIPTIONS:
+    for name in NAMES:
         parts = SCHEMES.get(name, {"policy": name})
         trainer = pl.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
         assert type(trainer.strategy.policy) is type(make_policy(parts["policy"]))
