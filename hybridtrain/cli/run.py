@@ -42,7 +42,6 @@ from hybridtrain.cli.exit_status import (
     BAD_INPUT,
     FAILED,
     CommandOutcome,
-    exit_code,
     guarded,
     interrupted,
     printed,
@@ -52,7 +51,7 @@ from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.cli.resume import newest, sign
 from hybridtrain.cli.sweep import job_process
 from hybridtrain.cli.telemetry import summary
-from hybridtrain.cli.telemetry.monitor import RunMonitor, up_to_date
+from hybridtrain.cli.telemetry.monitor import RunMonitor, RunStats, up_to_date
 from hybridtrain.cli.telemetry.summary import best_checkpoint, has_validated, logged, metrics_of
 from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
 from hybridtrain.cli.validation.config_checks import check_config
@@ -188,8 +187,6 @@ def mapping_signals(
     """
     try:
         return body()
-    except KeyboardInterrupt:
-        return interrupted(signal.SIGINT)
     except SIGTERMException:
         return interrupted(signal.SIGTERM)
     except SystemExit as stop:
@@ -198,7 +195,7 @@ def mapping_signals(
             return interrupted(int(known))
         if isinstance(stop.__context__, KeyboardInterrupt):
             return interrupted(signal.SIGINT)
-        return CommandOutcome(exit=exit_code(stop))
+        raise
 
 
 @contextmanager
@@ -394,20 +391,20 @@ def _sum_up(
     trainer, directory = parts.trainer, Path(cfg.run_dir)
     if not trainer.is_global_zero:
         return outcome
+    stats = up_to_date(summary.left_stats(directory), trainer) or RunStats()
     result = summary.Summary(
+        **{**vars(stats), "workers": trainer.world_size},
         strategy=str(HydraConfig.get().runtime.choices.get("strategy")),
-        workers=trainer.world_size,
         device=_device(trainer),
         wall_s=round(wall_s, 3),
         started=(datetime.now().astimezone() - timedelta(seconds=wall_s)).isoformat(" ", "seconds"),
         checkpoint=_checkpoint(cfg, trainer, outcome),
         exit=outcome.exit,
         error=outcome.error,
+        metrics=parts.metrics,
+        unsaved=unsaved(trainer),
+        resumed=None if cfg.get("resume") is None else str(cfg.ckpt or ""),
     )
-    if (stats := up_to_date(summary.left_stats(directory), trainer)) is not None:
-        result.take(stats)
-    result.metrics, result.unsaved = parts.metrics, unsaved(trainer)
-    result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt or "")
     summary.write(result, directory)
     outcome = replace(outcome, exit=result.exit, error=result.error)
     if outcome.exit == BAD_INPUT and not result.updates:

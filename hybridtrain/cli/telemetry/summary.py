@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -84,29 +84,18 @@ def validated(path: str) -> dict[str, float]:
     return {str(k): float(v) for k, v in found.items() if isinstance(v, int | float)}
 
 
-@dataclass(slots=True)
-class Summary:
-    """The content of ``summary.json``. ``exit`` is the exit status; 128 + n after signal n."""
+@dataclass(kw_only=True)
+class Summary(RunStats):
+    """The content of ``summary.json``: what was counted since this command began, and more.
+
+    ``exit`` is the exit status; 128 + n after signal n.
+    """
 
     strategy: str
-    workers: int
     device: str
-    updates: int = 0  # since this command began, as all counts
-    samples: int = 0
-    total: dict[str, int] = field(default_factory=dict)  # updates, samples since training began
-    samples_per_s: float = 0.0  # of training time, validation and start-up left out
-    effective_batch: float | None = None  # samples per update
-    train_s: float = 0.0  # of training alone
     wall_s: float = 0.0  # of everything, start-up and test included
     started: str = ""  # date and time
-    waiting_share: list[float | None] = field(default_factory=list)  # (W,) 0 to 1; None: unknown
     slow: dict[str, Any] | None = None  # a slow worker that the others wait for
-    staleness: dict[str, Any] = field(default_factory=dict)  # mean, max, histogram; {}: unknown
-    lead: dict[str, list[int]] = field(default_factory=dict)  # now, max: mini-batches, by worker
-    dropped: list[int] = field(default_factory=list)  # contributions that did not count, by worker
-    left_out: dict[str, list[int]] = field(default_factory=dict)  # fault -> by worker
-    handed_over: dict[str, int] = field(default_factory=dict)  # sent_bytes, saved_bytes
-    device_memory: dict[str, list[int]] = field(default_factory=dict)  # needed_, total_bytes
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     unsaved: dict[str, str] = field(default_factory=dict)  # missing checkpoint -> reason
@@ -114,15 +103,11 @@ class Summary:
     exit: int = 0
     error: str | None = None
 
-    def take(self, stats: RunStats) -> None:
-        """Fill in the numbers counted by the strategy or the monitor."""
-        known = _rounded(vars(stats))
-        for each in fields(self):
-            setattr(self, each.name, known.get(each.name, getattr(self, each.name)))
-        self.samples = round(stats.samples)
-        self.waiting_share = self.waiting_share or [None] * self.workers
-        slow = slow_worker(vars(stats), stats.train_s)
-        self.slow = None if slow is None else _rounded(asdict(slow))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.samples = round(self.samples)
+        slow = slow_worker(vars(self), self.train_s)
+        self.slow = None if slow is None else asdict(slow)
 
 
 def _rounded(value: Any) -> Any:
@@ -149,7 +134,8 @@ def left_stats(directory: Path) -> RunStats | None:
 def write(summary: Summary, directory: Path) -> None:
     """Write ``summary.json``; if that fails, so does the run, because programs wait for it."""
     try:
-        write_whole(directory / SUMMARY_FILE, as_json(asdict(summary)).encode())
+        content = {**_rounded(asdict(summary)), "metrics": summary.metrics}
+        write_whole(directory / SUMMARY_FILE, as_json(content).encode())
     except OSError as error:
         to_stderr(f"no {SUMMARY_FILE} ({error.strerror})")
         summary.exit = summary.exit or FAILED
@@ -165,7 +151,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
     head = (
         f"{how} after {_duration(summary.wall_s)}: {summary.strategy}, {workers}, {summary.device}"
     )
-    waiting = ", ".join(f"{100 * x:.1f}" for x in summary.waiting_share if x is not None)
+    waiting = ", ".join(f"{100 * x:.1f}" for x in summary.waiting_share)
     rows = [
         ("updates", f"{summary.updates}{_total(summary, 'updates')}"),
         (
