@@ -17,32 +17,21 @@ Options:
 
 from __future__ import annotations
 
-import pickle
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from hybridtrain.cli.validation.checkpoint_checks import load_checkpoint
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.decoding import Decoder, DecoderOptions, build_decoder
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.module import SpeechModule
-from hybridtrain.util.arguments import command
-from hybridtrain.util.files import check_input
+from hybridtrain.util.arguments import command, value_of
 
-OPTIONS: dict[str, type] = {
-    "ckpt": str,
-    "decoder": str,
-    "beam_width": int,
-    "lm": str,
-    "lexicon": str,
-    "lm_alpha": float,
-    "lm_beta": float,
-}
+OPTIONS = ("ckpt", "decoder", "beam_width", "lm", "lexicon", "lm_alpha", "lm_beta")
 
 
 def load_module(path: str | Path) -> SpeechModule:
@@ -51,7 +40,7 @@ def load_module(path: str | Path) -> SpeechModule:
     Nothing in the file is executed (``weights_only``). ``UserError`` if it is missing, damaged,
     contains code, or is not a speech model's.
     """
-    checkpoint = _read(Path(path))
+    checkpoint = load_checkpoint(Path(path))
     settings = checkpoint.get("hyper_parameters") if isinstance(checkpoint, dict) else None
     if not isinstance(settings, dict) or not {"net", "alphabet", "features"} <= set(settings):
         raise UserError(f"{path} is not the checkpoint of a speech model (task=speech)")
@@ -63,22 +52,6 @@ def load_module(path: str | Path) -> SpeechModule:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} does not fit the speech model it describes: {reason}") from error
     return module.eval()
-
-
-def _read(path: Path) -> Any:
-    """Load plain data and tensors; raises UserError for a damaged file, and for code in it."""
-    check_input(path, "the checkpoint")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch's, about unusual pickles
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "Unsupported" in str(error) or "GLOBAL" in str(error):
-            raise UserError(
-                f"{path} contains code, not only weights; it was not run and is not loaded"
-            ) from error
-        raise UserError(f"{path} is not a checkpoint, or is damaged") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"{path} is not a checkpoint, or is damaged") from error
 
 
 @torch.inference_mode()
@@ -94,14 +67,14 @@ def transcribe(module: SpeechModule, decoder: Decoder, file: str | Path) -> str:
     return decoder(log_probs, lengths)[0]
 
 
-def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def parse(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Options and sound files; ``name=value`` is an option unless such a file exists."""
-    options: dict[str, Any] = {}
+    options: dict[str, str] = {}
     files = []
     for argument in arguments:
         name, separator, value = argument.partition("=")
         if name in OPTIONS and separator:
-            options[name] = _value(name, value)
+            options[name] = value
         elif separator and "/" not in name and not Path(argument).exists():
             raise UserError(f"unknown option {name!r}: choose from {', '.join(OPTIONS)}")
         else:
@@ -113,19 +86,13 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return options, files
 
 
-def _value(name: str, text: str) -> Any:
-    try:
-        return OPTIONS[name](text)
-    except ValueError:
-        raise UserError(f"{name}={text}: expected a number") from None
-
-
 def run(arguments: Sequence[str]) -> int:
     """Transcribe the files named and print their texts; 2 if some could not be."""
     options, files = parse(arguments)
     module = load_module(options.pop("ckpt"))
     kind = options.pop("decoder", "greedy")
-    settings = DecoderOptions.of({"kind": kind, **options})
+    numbers = {name: value_of(text) for name, text in options.items()}
+    settings = DecoderOptions.of({"kind": kind, **numbers})
     decoder = build_decoder(settings, Alphabet(module.hparams["alphabet"]))
     status = 0
     for file in files:

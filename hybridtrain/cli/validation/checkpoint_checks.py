@@ -5,6 +5,7 @@ It is loaded with ``weights_only=True``: tensors and plain containers, no code.
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = Tru
     Raises:
         UserError: unless ``path`` is an undamaged Lightning checkpoint of ``module``.
     """
-    content = _load(path)
+    content = load_checkpoint(path)
     weights = content.get("state_dict") if isinstance(content, Mapping) else None
     if isinstance(weights, Mapping):
         _check_parameters(path, weights, module)
@@ -35,15 +36,17 @@ def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = Tru
     return int(content.get("global_step", 0))
 
 
-def _load(path: Path) -> Any:
+def load_checkpoint(path: Path) -> Any:
+    """Load plain data and tensors; raises UserError for a damaged file, and for code in it."""
     check_input(path, "the checkpoint ckpt=")
     zipped = zipfile.is_zipfile(path)  # older ones are not, and have no checksums
     if zipped and (fault := fault_of(path)) is not None:
         raise UserError(f"ckpt={path}: the file is corrupt: {fault}; choose another, or ckpt=last")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        with warnings.catch_warnings(action="ignore"):  # torch's, about unusual pickles
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # readers of damaged files raise exceptions of any type
-        if zipped:
+        if zipped or "GLOBAL" in str(error) or "Unsupported" in str(error):
             raise UserError(
                 f"ckpt={path}: it contains code or objects besides tensors and plain containers, "
                 f"and loading those would run them ({_unsafe(error)}); it was not loaded"

@@ -142,9 +142,9 @@ def without_weights(path: Path, ckpt: str) -> None:
     [
         (with_code, "contains code"),
         (old_pickle, "contains code"),
-        (half, "damaged"),
-        (noise, "damaged"),
-        (empty, "damaged"),
+        (half, "corrupt"),
+        (noise, "corrupt"),
+        (empty, "corrupt"),
         (of_another_task, "not the checkpoint of a speech model"),
         (of_another_width, "does not fit"),
         (of_unknown_net, "transformer"),
@@ -179,7 +179,7 @@ def test_a_bad_checkpoint_is_one_line_and_never_run(
         (["ckpt={ckpt}", "missing.wav"], "missing.wav"),
         (["ckpt={ckpt}", "a.wav", "colour=red"], "unknown option 'colour'"),
         (["ckpt={ckpt}", "a.wav", "decoder=best"], "greedy or beam"),
-        (["ckpt={ckpt}", "a.wav", "decoder=beam", "beam_width=many"], "expected a number"),
+        (["ckpt={ckpt}", "a.wav", "decoder=beam", "beam_width=many"], "a whole number"),
         (["ckpt={ckpt}", "a.wav", "lm=x.arpa"], "decoder=beam"),
     ],
 )
