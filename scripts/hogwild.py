@@ -77,7 +77,7 @@ class Timed(pl.Callback):
 def trained(examples: Examples, strategy: str, workers: int, epochs: int) -> Curve:
     """By ``trainer.fit``."""
     data = ExamplesData(made=1, features=10, batch_size=500)
-    data.examples = examples
+    data.examples = data.trained = data.validated = examples
     compiled = strategy == "hogwild" or strategy == "auto"
     lr = RATE if compiled else RATE * 500
     make = lambda parameters: torch.optim.SGD(parameters, lr=lr)  # noqa: E731
@@ -172,7 +172,7 @@ def scikit_learn(examples: Examples, epochs: int) -> Curve | None:
 def loop(examples: Examples, epochs: int) -> Curve:
     """The task's compiled steps in one process, in another order each epoch, without a trainer."""
     data = ExamplesData(made=1, features=10)
-    data.examples = examples
+    data.examples = data.trained = data.validated = examples
     curve: Curve = []
     for measured in (False, True):
         module = SparseSvm(MU, RATE, DECAY)

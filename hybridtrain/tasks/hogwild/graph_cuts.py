@@ -8,17 +8,15 @@ Legend: K classes, B edges of a mini-batch.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.hogwild.text_examples import Batch, Triples, as_it_is, read_triples
+from hybridtrain.tasks.hogwild.text_examples import Batch, InPlaceData, Triples, read_triples
 from hybridtrain.tasks.shared_tables import InPlaceModule, MakeOptimizer, array
 from hybridtrain.util.option_types import Natural, Positive, Range, typed
 
@@ -101,7 +99,7 @@ def on_simplex(points: Tensor) -> Tensor:
     return (points - shifts.gather(1, count - 1)).clamp(min=0)
 
 
-class EdgesData(pl.LightningDataModule):
+class EdgesData(InPlaceData):
     """``u v weight`` from text files, or a square grid of as many regions as there are terminals.
 
     Args:
@@ -134,14 +132,7 @@ class EdgesData(pl.LightningDataModule):
         self.nodes = int(max(self.edges.ones.max(), self.edges.others.max())) + 1
         self.terminals = [terminals] if isinstance(terminals, int) else list(terminals or [])
         _check(self.terminals, self.nodes, float(self.edges.values.min()))
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """In another order each epoch."""
-        return DataLoader(self.edges, self.batch_size, shuffle=True, collate_fn=as_it_is)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """All edges: the objective that is trained."""
-        return DataLoader(self.edges, 5000, collate_fn=as_it_is)
+        self.trained = self.validated = self.edges
 
 
 def _check(terminals: list[int], nodes: int, lightest: float) -> None:

@@ -7,17 +7,15 @@ Legend: U users, I items, D numbers of each, B ratings of a mini-batch, N in all
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.hogwild.text_examples import Batch, Triples, as_it_is, read_triples
+from hybridtrain.tasks.hogwild.text_examples import Batch, InPlaceData, Triples, read_triples
 from hybridtrain.tasks.shared_tables import InPlaceModule, MakeOptimizer, array
 from hybridtrain.util.option_types import Natural, NotNegative, Positive, Range, typed
 
@@ -104,7 +102,7 @@ class MatrixCompletion(InPlaceModule):
         self.log("val/mse", mse, prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
 
 
-class RatingsData(pl.LightningDataModule):
+class RatingsData(InPlaceData):
     """``user item rating`` from text files, or made: a matrix of rank 3 with some noise.
 
     Args:
@@ -143,15 +141,8 @@ class RatingsData(pl.LightningDataModule):
         cut = max(1, int(held_out * len(whole)))
         if cut >= len(whole):
             raise UserError(f"data.files: {len(whole)} ratings are too few to hold some out")
-        self.ratings, self.held_out = whole.part(order[cut:]), whole.part(order[:cut])
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """In another order each epoch."""
-        return DataLoader(self.ratings, self.batch_size, shuffle=True, collate_fn=as_it_is)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Ratings that are not trained on."""
-        return DataLoader(self.held_out, 5000, collate_fn=as_it_is)
+        self.trained = self.ratings = whole.part(order[cut:])
+        self.validated = self.held_out = whole.part(order[:cut])
 
 
 def made_ratings(users: int, items: int, known: float, seed: int) -> Triples:

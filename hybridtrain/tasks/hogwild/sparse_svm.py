@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain.tasks.hogwild.text_examples import (
     Examples,
-    as_it_is,
+    InPlaceData,
     planted_examples,
     read_examples,
 )
@@ -118,7 +117,7 @@ def sums(values: Tensor, starts: Tensor) -> Tensor:
     return values.new_zeros(len(starts) - 1).index_add(0, of, values)
 
 
-class ExamplesData(pl.LightningDataModule):
+class ExamplesData(InPlaceData):
     """Examples from text files, or made.
 
     Args:
@@ -155,22 +154,12 @@ class ExamplesData(pl.LightningDataModule):
         if test_files is not None:
             self.test = read_examples(test_files)
             self.examples.n_features = max(self.examples.n_features, self.test.n_features)
-
-    def _loader(self, examples: Examples, size: int, shuffle: bool = False) -> DataLoader[Any]:
-        return DataLoader(examples, size, shuffle=shuffle, collate_fn=as_it_is)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """In another order each epoch."""
-        return self._loader(self.examples, self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """The training examples, for their objective."""
-        return self._loader(self.examples, 5000)
+        self.trained = self.validated = self.examples
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Examples that were not trained on; none if there are none."""
         none: Any = []
-        return DataLoader(none) if self.test is None else self._loader(self.test, 5000)
+        return DataLoader(none) if self.test is None else self.large_batches(self.test)
 
 
 def _part(whole: Examples, first: int, last: int) -> Examples:

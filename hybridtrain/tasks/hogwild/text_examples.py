@@ -18,9 +18,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.files import lines
@@ -225,9 +226,34 @@ class Examples(Dataset[Any]):
         return torch.from_numpy(np.maximum(counts, 1))
 
 
-def as_it_is(batch: Any) -> Any:
+def _as_it_is(batch: Any) -> Any:
     """``collate_fn`` for data sets whose ``__getitems__`` returns a mini-batch."""
     return batch
+
+
+class InPlaceData(pl.LightningDataModule):
+    """Loaders of two data sets whose ``__getitems__`` returns a mini-batch.
+
+    ``trained``: what is trained on, ``validated``: what is validated on; ``batch_size``: of each
+    worker in training.
+    """
+
+    kind = ""  # the name that modules ask for
+    trained: Dataset[Any]
+    validated: Dataset[Any]
+    batch_size: int
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """In another order each epoch."""
+        return DataLoader(self.trained, self.batch_size, shuffle=True, collate_fn=_as_it_is)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """In large mini-batches."""
+        return self.large_batches(self.validated)
+
+    def large_batches(self, examples: Dataset[Any]) -> DataLoader[Any]:
+        """A loader for evaluation."""
+        return DataLoader(examples, 5000, collate_fn=_as_it_is)
 
 
 def read_examples(files: str | Sequence[str], n_features: int | None = None) -> Examples:
