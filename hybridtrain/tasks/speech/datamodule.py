@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ def bucketed(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return head + [order[i : i + batch_size] for i in range(first, len(order), batch_size)]
 
 
+@dataclass(eq=False, repr=False)
 class SpeechBatches(Dataset[Batch]):
     """Item i is the i-th batch, a dict (see ``collate``).
 
@@ -57,26 +58,18 @@ class SpeechBatches(Dataset[Batch]):
     utterance whose sound turns out damaged is left out with a warning instead of ending the run.
     """
 
-    def __init__(
-        self,
-        utterances: list[Utterance],
-        batch_size: int,
-        features: Features,
-        alphabet: Alphabet,
-        augment: Augment | None = None,
-        epoch: Callable[[], int] = int,
-        frames_per_output: int = 1,
-        skip_bad: bool = False,
-    ) -> None:
-        self.utterances = utterances
-        self.frames = [features.frames(u.samples) for u in utterances]
-        self.batches = bucketed(self.frames, batch_size)
-        self.features = features
-        self.alphabet = alphabet
-        self.augment = augment
-        self.frames_per_output = frames_per_output
-        self.skip_bad = skip_bad
-        self._epoch = epoch
+    utterances: list[Utterance]
+    batch_size: int
+    features: Features
+    alphabet: Alphabet
+    augment: Augment | None = None
+    epoch: Callable[[], int] = int
+    frames_per_output: int = 1
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        self.frames = [self.features.frames(u.samples) for u in self.utterances]
+        self.batches = bucketed(self.frames, self.batch_size)
         self._cache: dict[int, Tensor] = {}  # utterance: (T, F)
         self._cache_left = CACHE_BYTES
 
@@ -84,15 +77,16 @@ class SpeechBatches(Dataset[Batch]):
         return len(self.batches)
 
     def __getitem__(self, item: int) -> Batch:
-        with one_thread():  # the augmentation's sums too
-            items = [self._item(i, self.augment) for i in self.batches[item]]
-        return collate([item for item in items if item is not None])
+        return self._collated(self.batches[item], self.augment)
 
     def longest(self) -> Batch:
         """The batch with the most frames, padding included; not augmented."""
         size = [len(b) * max(self.frames[i] for i in b) for b in self.batches]
-        batch = self.batches[size.index(max(size))]
-        items = [self._item(i, None) for i in batch]
+        return self._collated(self.batches[size.index(max(size))], None)
+
+    def _collated(self, batch: Sequence[int], augment: Augment | None) -> Batch:
+        with one_thread():  # the augmentation's sums too
+            items = [self._item(i, augment) for i in batch]
         return collate([item for item in items if item is not None])
 
     def _item(self, index: int, augment: Augment | None) -> tuple[Tensor, Tensor, Utterance] | None:
@@ -125,11 +119,11 @@ class SpeechBatches(Dataset[Batch]):
         return features
 
     def _draw(self, augment: Augment, index: int, stage: int) -> torch.Generator:
-        return augment.generator(self._epoch(), 2 * index + stage)
+        return augment.generator(self.epoch(), 2 * index + stage)
 
     def __getstate__(self) -> dict[str, Any]:
         """For loader processes: they live for one epoch and need its number, not the trainer."""
-        return self.__dict__ | {"_epoch": partial(int, self._epoch()), "_cache": {}}
+        return self.__dict__ | {"epoch": partial(int, self.epoch()), "_cache": {}}
 
 
 def collate(items: list[tuple[Tensor, Tensor, Utterance]]) -> Batch:
@@ -272,32 +266,19 @@ def _tell_skipped(split: str, bad: list[str], n_found: int) -> None:
         log.warning("%s: skipped %d of %d utterances:%s%s", split, len(bad), n_found, names, more)
 
 
-def spoken_digits(**options: Any) -> SpeechDataModule:
-    """``data=spoken_digits``: options of ``SpokenDigits`` and ``SpeechDataModule`` in one."""
-    return _build(SpokenDigits, options)
-
-
-def csv(**options: Any) -> SpeechDataModule:
-    """``data=csv``: options of ``CsvManifest`` and ``SpeechDataModule`` in one."""
-    return _build(CsvManifest, options)
-
-
-def librispeech(**options: Any) -> SpeechDataModule:
-    """``data=librispeech``: options of ``LibriSpeech`` and ``SpeechDataModule`` in one."""
-    return _build(LibriSpeech, options)
-
-
-def fsdd(**options: Any) -> SpeechDataModule:
-    """``data=fsdd``: options of ``Fsdd`` and ``SpeechDataModule`` in one."""
-    return _build(Fsdd, options)
-
-
-def _build(source: Any, options: dict[str, Any]) -> SpeechDataModule:
+def _build(source: Any, **options: Any) -> SpeechDataModule:
     """Split flat options into those of the source and those of the data module."""
     names = {field.name for field in fields(source)}
     own = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}
     return SpeechDataModule(source(**own), **rest)
+
+
+# ``data=spoken_digits`` and so on: options of the source and of ``SpeechDataModule`` in one.
+spoken_digits = partial(_build, SpokenDigits)
+csv = partial(_build, CsvManifest)
+librispeech = partial(_build, LibriSpeech)
+fsdd = partial(_build, Fsdd)
 
 
 # ---- checks before training ----------------------------------------------------------------------

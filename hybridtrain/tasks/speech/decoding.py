@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +32,7 @@ from hybridtrain.util.option_types import Positive, Range, check_fields
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-
-class Decoder(Protocol):
-    """Turns log-probabilities into one text per sample."""
-
-    def __call__(self, log_probs: Tensor, lengths: Tensor) -> list[str]:
-        """log_probs (B, T, S), lengths (B,) -> B texts."""
+Decoder = Callable[[Tensor, Tensor], list[str]]  # log_probs (B, T, S), lengths (B,) -> B texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,50 +26,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.option_types import Above0, Positive, Range, typed
+from hybridtrain.util.option_types import Above0, Checked, Positive, Range
 
 LOWEST_HZ = 20.0
 MFCC_FILTERS = 40
 FLOOR = 1e-4  # magnitude that 16-bit rounding alone has: digital silence counts as such noise
 
 
-class Features:
+@dataclass(frozen=True)
+class Features(Checked):
     """Callable: float32 mono samples in [-1, 1], (N,), to float32 features, (T, F).
 
     ``n_features`` is F: coefficients (mfcc), filters (logmel), filters + 1 (paper).
     Raises ``UserError`` for an unknown kind or sizes that cannot be.
     """
 
-    @typed("data.features.")
-    def __init__(
-        self,
-        kind: Literal["mfcc", "logmel", "paper"] = "mfcc",
-        sample_rate: Annotated[int, Range(1000)] = 16000,  # Hz
-        n_features: Positive = 26,
-        window_s: Above0 = 0.032,
-        step_s: Above0 = 0.020,
-        normalize: bool = True,
-    ) -> None:
-        self.kind = kind
-        self.sample_rate = sample_rate
-        self.n_features = n_features
-        self.window_s = window_s
-        self.step_s = step_s
-        self.normalize = normalize
-        self._check()
-        self.window = round(window_s * sample_rate)  # samples
-        self.step = round(step_s * sample_rate)  # samples
-        self._hann = torch.hann_window(self.window, periodic=True)  # (window,)
-        self._filters = self._make_filters()  # (K, M)
-        self._dct = _dct(self._filters.shape[1], n_features)  # (M, F), used by mfcc only
+    kind: Literal["mfcc", "logmel", "paper"] = "mfcc"
+    sample_rate: Annotated[int, Range(1000)] = 16000  # Hz
+    n_features: Positive = 26
+    window_s: Above0 = 0.032
+    step_s: Above0 = 0.020
+    normalize: bool = True
+    prefix = "data.features."
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         most = MFCC_FILTERS if self.kind == "mfcc" else 512
         least = 2 if self.kind == "paper" else 1
         if not least <= self.n_features <= most:
@@ -82,10 +71,15 @@ class Features:
                 " positive times in seconds (DeepSpeech: 0.032 and 0.020)"
             )
 
-    def settings(self) -> dict[str, Any]:
-        """The constructor's arguments as plain values: ``Features(**f.settings())`` equals f."""
-        names = ("kind", "sample_rate", "n_features", "window_s", "step_s", "normalize")
-        return {name: getattr(self, name) for name in names}
+    @property
+    def window(self) -> int:
+        """Samples of a frame."""
+        return round(self.window_s * self.sample_rate)
+
+    @property
+    def step(self) -> int:
+        """Samples from the beginning of a frame to that of the next."""
+        return round(self.step_s * self.sample_rate)
 
     def frames(self, n_samples: int) -> int:
         """T, the number of frames of a sound of ``n_samples`` samples at ``sample_rate``."""
@@ -101,7 +95,7 @@ class Features:
         power = self._power(samples)
         match self.kind:
             case "mfcc":
-                return (power.sqrt() @ self._filters).clamp_min(FLOOR).log() @ self._dct
+                return (power.sqrt() @ self._filters).clamp_min(FLOOR).log() @ self._cosines
             case "logmel":
                 return (power @ self._filters).clamp_min(FLOOR**2).log()
             case _:
@@ -113,11 +107,20 @@ class Features:
         missing = self.window - samples.shape[0]
         if missing > 0:
             samples = torch.nn.functional.pad(samples, (0, missing))
-        framed = samples.unfold(0, self.window, self.step) * self._hann  # (T, window)
+        framed = samples.unfold(0, self.window, self.step) * torch.hann_window(self.window)
         spectrum = torch.fft.rfft(framed, n=2 * (self._filters.shape[0] - 1))
         return torch.view_as_real(spectrum).square().sum(-1)
 
-    def _make_filters(self) -> Tensor:
+    @cached_property
+    def _cosines(self) -> Tensor:
+        """DCT-II as TensorFlow's mfcc scales it: every row sqrt(2 / M), (M, F)."""
+        n = torch.arange(MFCC_FILTERS, dtype=torch.float64)[:, None] + 0.5
+        k = torch.arange(self.n_features, dtype=torch.float64)[None, :]
+        scale, angle = math.sqrt(2 / MFCC_FILTERS), math.pi / MFCC_FILTERS
+        return (scale * torch.cos(angle * n * k)).float()
+
+    @cached_property
+    def _filters(self) -> Tensor:
         """Triangles (K, M) over the bins of the shortest FFT that leaves no filter empty."""
         count = {"mfcc": MFCC_FILTERS, "logmel": self.n_features, "paper": self.n_features - 1}
         n_fft = 1 << (self.window - 1).bit_length()
@@ -138,15 +141,6 @@ class Features:
         width = edges[1] - edges[0]
         rise = 1 - (position[:, None] - edges[None, 1:-1]).abs() / width  # (K, M)
         return rise.clamp_min(0).float()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Features) and self.settings() == other.settings()
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.settings().values()))
-
-    def __repr__(self) -> str:
-        return f"Features({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
 
 
 @contextmanager
@@ -169,13 +163,6 @@ def _hertz(hertz: Tensor) -> Tensor:
 
 def _mel(hertz: Tensor) -> Tensor:
     return 1127.0 * torch.log1p(hertz / 700.0)
-
-
-def _dct(inputs: int, outputs: int) -> Tensor:
-    """DCT-II as TensorFlow's mfcc scales it: every row sqrt(2 / M), (M, F)."""
-    n = torch.arange(inputs, dtype=torch.float64)[:, None] + 0.5
-    k = torch.arange(outputs, dtype=torch.float64)[None, :]
-    return (math.sqrt(2 / inputs) * torch.cos(math.pi / inputs * n * k)).float()
 
 
 def _normalized(frames: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal, cast
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.functional import ctc_loss
 from torch.optim import Optimizer
@@ -35,7 +35,7 @@ from hybridtrain.tasks.speech.decoding import (
 )
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.metrics import Sentence, count_errors, rate
-from hybridtrain.tasks.speech.nets import AcousticNet, build_net
+from hybridtrain.tasks.speech.nets import build_net
 from hybridtrain.util.option_types import Natural, typed
 
 log = logging.getLogger(__name__)
@@ -70,19 +70,13 @@ def _is_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and the random states of Python, NumPy, CPU and the module's GPU."""
+    """Restore buffers and random states behind the block; an exception ends the run."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    cuda = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=sorted(cuda, key=str)):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+    with isolate_rng(include_cuda=any(p.device.type == "cuda" for p in module.parameters())):
+        yield
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
 
 class SpeechModule(pl.LightningModule):
@@ -121,7 +115,7 @@ class SpeechModule(pl.LightningModule):
             {
                 "net": options,
                 "alphabet": self.alphabet.symbols,
-                "features": features.settings(),
+                "features": asdict(features),
                 "decoder": _plain(decoder or {}),
                 "zero_infinity": zero_infinity,
                 "report_count": report_count,
@@ -129,7 +123,7 @@ class SpeechModule(pl.LightningModule):
         )
         self.options = DecoderOptions.of(_plain(decoder or {}))
         self.net = build_net(options, features.n_features, len(self.alphabet) + 1)
-        self.frames_per_output = int(getattr(self.net, "stride", 1))  # the data side asks for it
+        self.frames_per_output = self.net.stride  # the data side asks for it
         self.optimizer, self.scheduler = optimizer, scheduler
         self.scheduler_interval = scheduler_interval
         self.test_report: dict[str, list[dict[str, Any]]] = {}
@@ -141,8 +135,8 @@ class SpeechModule(pl.LightningModule):
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """features (B, T, F), lengths (B,) -> log-probabilities (B, T', S) and their lengths."""
-        net = cast(AcousticNet, self.net)
-        return net(features, lengths).float().log_softmax(-1), net.output_lengths(lengths)
+        scores = self.net(features, lengths).float()
+        return scores.log_softmax(-1), self.net.output_lengths(lengths)
 
     def losses(self, batch: Batch, log_probs: Tensor, lengths: Tensor) -> Tensor:
         """CTC loss of every sample, (B,); infinite where the transcript does not fit the frames."""

@@ -11,8 +11,9 @@ and not packed sequences, as only those have oneDNN's kernel (7 times faster on 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +21,6 @@ from torch.nn.functional import pad
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import Above0, Decay, Natural, Positive, check_arguments
-
-
-class AcousticNet(Protocol):
-    """What ``SpeechModule`` needs of a net."""
-
-    def __call__(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """features (B, T, F), lengths (B,) -> scores (B, T', S)."""
-
-    def output_lengths(self, lengths: Tensor) -> Tensor:
-        """How many of the T' output frames belong to each sample, (B,)."""
 
 
 def context_windows(features: Tensor, lengths: Tensor, context: int, stride: int = 1) -> Tensor:
@@ -75,12 +66,21 @@ def _initialise_lstm(lstm: nn.LSTM) -> None:
         nn.init.zeros_(parameter) if "bias" in name else nn.init.uniform_(parameter, -bound, bound)
 
 
-class DeepSpeechSTT(nn.Module):
-    """The model of Mozilla DeepSpeech 0.5+ and Coqui STT: 3 dense layers, an LSTM, 2 dense layers.
+class AcousticNet(nn.Module, ABC):
+    """Three dense layers on windows of frames, a recurrence, and two dense layers.
 
-    At width 2048 with 28 letters it has 47,233,053 parameters: TensorFlow's 47,224,861 and, as
-    ``nn.LSTM`` keeps two biases where TensorFlow keeps one, 4 * 2048 more.
+    Args:
+        n_input: features per frame.
+        n_output: letters + 1.
+        width: H.
+        context: C, frames on each side.
+        relu_clip: of the dense layers.
+        dropout: one share for layers 1, 2, 3 and 5, or those four (DeepSpeech calls the fourth
+            ``dropout_rate6``; the recurrence has none).
+        layer_norm: in the dense layers.
     """
+
+    stride = 1  # frames for each output
 
     def __init__(
         self,
@@ -92,42 +92,63 @@ class DeepSpeechSTT(nn.Module):
         dropout: Decay | Sequence[Decay] = 0.05,
         layer_norm: bool = False,
     ) -> None:
-        """Build the net.
-
-        ``n_input``: features per frame. ``n_output``: letters + 1. ``context``: frames on each
-        side. ``dropout``: one share for layers 1, 2, 3 and 5, or those four (DeepSpeech calls the
-        fourth ``dropout_rate6``; the LSTM has none).
-        """
         super().__init__()
-        rates = _four_rates(dropout)
-        window = n_input * (2 * context + 1)
+        *rates, last = _four_rates(dropout)
         self.context = context
+        sizes = (n_input * (2 * context + 1), width, width)
         self.dense = nn.Sequential(
-            ClippedDense(window, width, relu_clip, rates[0], layer_norm),
-            ClippedDense(width, width, relu_clip, rates[1], layer_norm),
-            ClippedDense(width, width, relu_clip, rates[2], layer_norm),
+            *(
+                ClippedDense(size, width, relu_clip, rate, layer_norm)
+                for size, rate in zip(sizes, rates, strict=True)
+            )
         )
-        self.lstm = nn.LSTM(width, width)
-        self.dense5 = ClippedDense(width, width, relu_clip, rates[3], layer_norm)
+        self.layer4 = self.recurrence(width, relu_clip)
+        self.dense5 = ClippedDense(width, width, relu_clip, last, layer_norm)
         self.output = nn.Linear(width, n_output)
         initialise(self)
 
+    @abstractmethod
+    def recurrence(self, width: int, relu_clip: float) -> nn.Module:
+        """Make layer 4, of ``width`` units."""
+
+    @abstractmethod
+    def states(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Layer 4 on x (T', B, H) and the samples' lengths in it -> (T', B, H)."""
+
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """features (B, T, F), lengths (B,) -> scores (B, T, S), meaningless past a sample's end."""
-        states, _ = self.lstm(self.dense(context_windows(features, lengths, self.context)))
+        """features (B, T, F), lengths (B,) -> scores (B, ceil(T / stride), S).
+
+        They mean nothing past a sample's end.
+        """
+        windows = context_windows(features, lengths, self.context, self.stride)
+        states = self.states(self.dense(windows), self.output_lengths(lengths))
         return cast(Tensor, self.output(self.dense5(states)).transpose(0, 1))
 
     def output_lengths(self, lengths: Tensor) -> Tensor:
-        """One output per frame."""
-        return lengths
+        """How many outputs belong to each sample, (B,): one per ``stride`` frames, rounded up."""
+        return torch.div(lengths + self.stride - 1, self.stride, rounding_mode="floor")
 
 
-class DeepSpeechPaper(nn.Module):
+class DeepSpeechSTT(AcousticNet):
+    """The model of Mozilla DeepSpeech 0.5+ and Coqui STT: 3 dense layers, an LSTM, 2 dense layers.
+
+    At width 2048 with 28 letters it has 47,233,053 parameters: TensorFlow's 47,224,861 and, as
+    ``nn.LSTM`` keeps two biases where TensorFlow keeps one, 4 * 2048 more.
+    """
+
+    def recurrence(self, width: int, relu_clip: float) -> nn.Module:
+        return nn.LSTM(width, width)
+
+    def states(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return cast(Tensor, self.layer4(x)[0])
+
+
+class DeepSpeechPaper(AcousticNet):
     """Hannun et al., Deep Speech (2014), section 3: a bidirectional plain RNN, no LSTM.
 
     Layers 1 to 3 are dense, layer 4 runs both ways in time, layer 5 takes the *sum* of the two
     directions, and only every ``stride``-th frame is looked at (with its context), which halves the
-    recurrent steps. Dropout is on the dense layers only.
+    recurrent steps. Dropout is on the dense layers only. The paper uses context 5, 7 or 9.
     """
 
     def __init__(
@@ -140,38 +161,20 @@ class DeepSpeechPaper(nn.Module):
         dropout: Decay | Sequence[Decay] = 0.05,
         stride: Positive = 2,
     ) -> None:
-        """Build the net: arguments as ``DeepSpeechSTT``; the paper uses context 5, 7 or 9."""
-        super().__init__()
-        rates = _four_rates(dropout)
-        self.context, self.stride = context, stride
-        self.dense = nn.Sequential(
-            ClippedDense(n_input * (2 * context + 1), width, relu_clip, rates[0]),
-            ClippedDense(width, width, relu_clip, rates[1]),
-            ClippedDense(width, width, relu_clip, rates[2]),
-        )
-        self.rnn = BidirectionalClippedRNN(width, width, relu_clip)
-        self.dense5 = ClippedDense(width, width, relu_clip, rates[3])
-        self.output = nn.Linear(width, n_output)
-        initialise(self)
+        super().__init__(n_input, n_output, width, context, relu_clip, dropout)
+        self.stride = stride
 
-    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """features (B, T, F), lengths (B,) -> scores (B, ceil(T / stride), S)."""
-        windows = context_windows(features, lengths, self.context, self.stride)
-        states = self.rnn(self.dense(windows), self.output_lengths(lengths))
-        return cast(Tensor, self.output(self.dense5(states)).transpose(0, 1))
+    def recurrence(self, width: int, relu_clip: float) -> nn.Module:
+        return BidirectionalClippedRNN(width, width, relu_clip)
 
-    def output_lengths(self, lengths: Tensor) -> Tensor:
-        """One output per ``stride`` frames, rounded up."""
-        return torch.div(lengths + self.stride - 1, self.stride, rounding_mode="floor")
+    def states(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return cast(Tensor, self.layer4(x, lengths))
 
 
-NETS: dict[str, type[DeepSpeechSTT] | type[DeepSpeechPaper]] = {
-    "stt": DeepSpeechSTT,
-    "paper": DeepSpeechPaper,
-}
+NETS: dict[str, type[AcousticNet]] = {"stt": DeepSpeechSTT, "paper": DeepSpeechPaper}
 
 
-def build_net(options: Mapping[str, Any], n_input: int, n_output: int) -> nn.Module:
+def build_net(options: Mapping[str, Any], n_input: int, n_output: int) -> AcousticNet:
     """Make the net that ``options`` describe: ``kind`` (a key of ``NETS``) and its arguments.
 
     Plain data instead of an object, so that a checkpoint can carry it and name no code.

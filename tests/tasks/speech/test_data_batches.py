@@ -136,7 +136,7 @@ def test_a_source_without_a_test_set_has_no_test_loader(manifest: str):
 def test_augmentation_depends_on_seed_epoch_and_utterance_only(manifest: str):
     def batch(seed: int = 0, epoch: int = 0, size: int = 4) -> dict[str, torch.Tensor]:
         data = module(manifest, augment=Augment(noise_db=20, volume_db=3, seed=seed))
-        data.batches("train")._epoch = lambda: epoch
+        data.batches("train").epoch = lambda: epoch
         loaded = [data.batches("train")[i] for i in range(len(data.batches("train")))]
         return {
             file: b["features"][i, : b["feature_lengths"][i]]
@@ -155,7 +155,7 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_only(manifest: str):
 def test_loader_processes_give_the_same_bits_as_none(manifest: str):
     def epoch(workers: int, start: str | None = None) -> list[dict[str, Any]]:
         data = module(manifest, augment=Augment(), num_workers=workers)
-        data.batches("train")._epoch = lambda: 3  # a lambda cannot be pickled: it need not be
+        data.batches("train").epoch = lambda: 3  # a lambda cannot be pickled: it need not be
         torch.manual_seed(1)
         batches: Any = data.batches("train")
         context = multiprocessing.get_context(start) if start else None

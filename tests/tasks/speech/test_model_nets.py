@@ -105,7 +105,7 @@ def test_dropout_is_wired_as_published(kind: str) -> None:
 def test_stt_starts_glorot_uniform_with_zero_biases() -> None:
     net = DeepSpeechSTT(width=100)
     bound = (6 / (494 + 100)) ** 0.5
-    weight, hidden = net.dense[0][0].weight.detach(), net.lstm.weight_hh_l0.detach()
+    weight, hidden = net.dense[0][0].weight.detach(), net.layer4.weight_hh_l0.detach()
     assert 0.98 * bound < float(weight.abs().max()) <= bound
     kernel = (6 / (100 + 100 + 400)) ** 0.5  # TensorFlow's (inputs + H, 4H) kernel
     assert 0.98 * kernel < float(hidden.abs().max()) <= kernel

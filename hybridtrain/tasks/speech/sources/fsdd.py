@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance
+from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance, check_bounds
 from hybridtrain.util.option_types import Checked, NotNegative, Positive
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -55,7 +55,7 @@ class Fsdd(Checked, Source):
 
     def utterances(self, split: str) -> list[Utterance]:
         """The sequences of ``split``, shuffled; the same for the same settings and files."""
-        self._check()
+        check_bounds(self, "digits", "gap_s")
         rng = random.Random(f"{self.seed}/{split}")  # a string seed is hashed, stable everywhere
         recordings = [r for r in self._recordings() if _split(r.take) == split]
         speakers = sorted({r.speaker for r in recordings})
@@ -106,18 +106,6 @@ class Fsdd(Checked, Source):
                 " (the Free Spoken Digit Dataset: 3_theo_14.wav)"
             )
         return found
-
-    def _check(self) -> None:
-        if not self.min_digits <= self.max_digits:
-            raise UserError(
-                f"data.min_digits={self.min_digits}, data.max_digits={self.max_digits}:"
-                " need min_digits <= max_digits"
-            )
-        if not self.min_gap_s <= self.max_gap_s:
-            raise UserError(
-                f"data.min_gap_s={self.min_gap_s}, data.max_gap_s={self.max_gap_s}:"
-                " need min_gap_s <= max_gap_s"
-            )
 
 
 def _split(take: int) -> str:

@@ -97,9 +97,14 @@ def _require_columns(path: Path, found: Sequence[str]) -> None:
         )
 
 
+def _names(given: Files) -> list[str]:
+    """One name, several separated by commas, or a list."""
+    names = given.split(",") if isinstance(given, str) else given or ()
+    return [name.strip() for name in names if name.strip()]
+
+
 def _paths(files: Files) -> list[Path]:
-    names = files.split(",") if isinstance(files, str) else list(files or ())
-    return [Path(name.strip()).expanduser() for name in names if name.strip()]
+    return [Path(name).expanduser() for name in _names(files)]
 
 
 # ---- data=librispeech: the corpus as it is unpacked (Panayotov et al. 2015) ---------------------
@@ -122,12 +127,10 @@ class LibriSpeech(Source):
 
     def utterances(self, split: str) -> list[Utterance]:
         """All utterances of the folders that ``split`` names, sorted by name."""
-        names = getattr(self, split)
-        folders = names.split(",") if isinstance(names, str) else names
         return [
             utterance
-            for name in folders
-            for transcripts in self._transcripts(name.strip())
+            for name in _names(getattr(self, split))
+            for transcripts in self._transcripts(name)
             for utterance in _lines(transcripts)
         ]
 

@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.sources import espeak
 from hybridtrain.tasks.speech.sources.espeak import Job
 from hybridtrain.tasks.speech.sources.fsdd import WORDS
-from hybridtrain.tasks.speech.sources.utterance import SPLITS, Clip, Utterance
+from hybridtrain.tasks.speech.sources.utterance import SPLITS, Clip, Utterance, check_bounds
 from hybridtrain.util.option_types import Checked, Positive
 from hybridtrain.worlds.local.cleanup import removed_in_the_end
 
@@ -97,7 +97,7 @@ class SpokenDigits(Checked):
 
     def prepare(self) -> None:
         """Make the corpus unless it is there and whole (checked by its hashes)."""
-        self._check()
+        check_bounds(self, "digits", "snr_db")
         folder = self.folder()
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -200,17 +200,6 @@ class SpokenDigits(Checked):
             seed=rng.getrandbits(31),
         )
 
-    def _check(self) -> None:
-        if not self.min_digits <= self.max_digits:
-            raise UserError(
-                f"data.min_digits={self.min_digits}, data.max_digits={self.max_digits}:"
-                " need min_digits <= max_digits"
-            )
-        if not self.min_snr_db <= self.max_snr_db:
-            raise UserError(
-                f"data.min_snr_db={self.min_snr_db} is above data.max_snr_db={self.max_snr_db}"
-            )
-
 
 def _root(root: str | None) -> Path:
     if root:
@@ -251,7 +240,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-WORKER = Path(espeak.__file__)
+_COLUMNS = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
 
 def speak_shards(folder: Path, shards: dict[str, list[Job]]) -> dict[str, list[int]]:
@@ -261,7 +250,8 @@ def speak_shards(folder: Path, shards: dict[str, list[Job]]) -> dict[str, list[i
     all processes.
     """
     processes: list[subprocess.Popen[str]] = []
-    with _bar() as bar, ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+    shown = Progress(*_COLUMNS, console=Console(stderr=True), transient=True)
+    with shown as bar, ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
         task = bar.add_task("Speaking the digits", total=sum(map(len, shards.values())))
 
         def speak(name: str) -> list[int]:
@@ -291,11 +281,6 @@ def speak_shards(folder: Path, shards: dict[str, list[Job]]) -> dict[str, list[i
 
 def _start(out: Path) -> subprocess.Popen[str]:
     # -P: the script's own folder holds modules that must not hide others
-    command = [sys.executable, "-P", str(WORKER), str(out)]
+    command = [sys.executable, "-P", espeak.__file__, str(out)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
-def _bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)

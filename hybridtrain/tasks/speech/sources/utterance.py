@@ -34,16 +34,8 @@ LOUDEST = 2.0**16  # floating point files may exceed 1; NaN and 1e30 are damage
 UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0xFFFFFFFF)  # what writers to a pipe put for "until the end"
 
 
-@dataclass(frozen=True, slots=True)
-class AudioInfo:
-    """What a file's header says: ``frames`` samples per channel at ``rate`` Hz."""
-
-    frames: int
-    rate: int
-
-
-def probe(path: str | Path) -> AudioInfo:
-    """Read the header only, about 0.1 ms, and see that the sound it promises is there.
+def probe(path: str | Path) -> tuple[int, int]:
+    """Samples per channel and rate in Hz, by the header; see that the sound it promises is there.
 
     Raises ``UserError`` that names the file if it is missing, not audio, empty, truncated, longer
     than 12 hours, or of a rate that no recorder has.
@@ -64,7 +56,7 @@ def probe(path: str | Path) -> AudioInfo:
             f"{RATES_HZ[0]:,} to {RATES_HZ[1]:,} Hz, and a sound has at most {LONGEST_S // 3600} "
             "hours: convert or cut it"
         )
-    return AudioInfo(frames, rate)
+    return frames, rate
 
 
 def load_audio(path: str | Path, sample_rate: int, start: int = 0, frames: int = -1) -> Tensor:
@@ -73,8 +65,7 @@ def load_audio(path: str | Path, sample_rate: int, start: int = 0, frames: int =
     ``start`` and ``frames`` cut a piece, counted at the file's own rate (-1: to the end).
     Channels are averaged, other rates are converted by soxr. Raises ``UserError`` naming the file.
     """
-    info = probe(path)
-    expected = info.frames - start if frames < 0 else frames
+    expected = probe(path)[0] - start if frames < 0 else frames
     try:
         samples, rate = soundfile.read(str(path), expected, start, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, OSError) as error:
@@ -189,15 +180,25 @@ class Source(Protocol):
         """
 
 
+def check_bounds(source: object, *names: str) -> None:
+    """Check that ``min_NAME`` is not above ``max_NAME``; raises ``UserError``."""
+    for name in names:
+        low, high = (getattr(source, f"{end}_{name}") for end in ("min", "max"))
+        if low > high:
+            raise UserError(
+                f"data.min_{name}={low}, data.max_{name}={high}: need min_{name} <= max_{name}"
+            )
+
+
 def _length(clip: Clip, sample_rate: int) -> int:
     gap = resampled_length(round(clip.gap_s * _rate(clip)), _rate(clip), sample_rate)
     if clip.frames >= 0:
         return gap + resampled_length(clip.frames, _rate(clip), sample_rate)
-    return gap + resampled_length(_probe(clip.path).frames - clip.start, _rate(clip), sample_rate)
+    return gap + resampled_length(_probe(clip.path)[0] - clip.start, _rate(clip), sample_rate)
 
 
 def _rate(clip: Clip) -> int:
-    return SHARD_RATE if clip.path.endswith(".npy") else _probe(clip.path).rate
+    return SHARD_RATE if clip.path.endswith(".npy") else _probe(clip.path)[1]
 
 
 def _gap(clip: Clip, sample_rate: int, draw: torch.Generator) -> Tensor:
