@@ -30,7 +30,7 @@ from omegaconf import DictConfig
 
 from hybridtrain.cli.validation.host_checks import check_directory, check_files
 from hybridtrain.errors import UserError
-from hybridtrain.monitoring.watchdog import to_stderr
+from hybridtrain.monitoring.watchdog import process_state, to_stderr
 
 LOCK_FILE = ".lock"
 PATIENCE_S = 2.0  # for processes that are being killed
@@ -62,13 +62,8 @@ class Holder:
 
     def is_gone(self) -> bool:
         """Whether the process is known to have ended."""
-        if self.host != socket.gethostname() or not Path("/proc/self/stat").exists():
-            return False
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return True
-        return state in "ZX"
+        here = self.host == socket.gethostname() and process_state(os.getpid())
+        return bool(here) and process_state(self.pid) in ("", "Z", "X")
 
 
 _held: list[Claim] = []

@@ -41,7 +41,8 @@ def guarded(action: Callable[[], CommandOutcome], overrides: list[str]) -> Comma
     except KeyboardInterrupt:
         return interrupted(signal.SIGINT)
     except SystemExit as stop:
-        return CommandOutcome(exit=exit_code(stop))
+        known = 0 if stop.code is None else stop.code
+        return CommandOutcome(exit=known if isinstance(known, int) else FAILED)
     except BrokenPipeError:  # the reader of our output has exited, as in `... --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return interrupted(signal.SIGPIPE)
@@ -72,10 +73,3 @@ def _failure(error: BaseException, overrides: list[str]) -> CommandOutcome:
         )
     to_stderr(line)
     return CommandOutcome(exit=BAD_INPUT, error=line)
-
-
-def exit_code(stop: SystemExit) -> int:
-    """The exit status of a SystemExit."""
-    if stop.code is None:
-        return 0
-    return stop.code if isinstance(stop.code, int) else FAILED

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,14 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"the installation is incomplete: no config.yaml in {places}")
 
 
-@dataclass
-class ProcessLauncherConf:
-    """``hydra.launcher``: how a job's process starts (auto: fork without a GPU, else popen)."""
-
-    _target_: str = "hydra_plugins.hybridtrain.ProcessLauncher"
-    start_method: str = "auto"
+# ``hydra.launcher``: how a job's process starts (auto: fork without a GPU, else popen).
+_LAUNCHER = {"_target_": "hydra_plugins.hybridtrain.ProcessLauncher", "start_method": "auto"}
 
 
 def register() -> None:
     """Register ``hydra/launcher=process``, and ``${unique_id:}`` for names of run directories."""
     ConfigStore.instance().store(
-        group="hydra/launcher", name="process", node=ProcessLauncherConf, provider="hybridtrain"
+        group="hydra/launcher", name="process", node=_LAUNCHER, provider="hybridtrain"
     )
     OmegaConf.register_new_resolver(
         "unique_id", lambda: uuid.uuid4().hex[:4], use_cache=True, replace=True

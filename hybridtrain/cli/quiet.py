@@ -17,13 +17,9 @@ _PACKAGES = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "ligh
 _LOGGERS = tuple(f"{package}.utilities.rank_zero" for package in _PACKAGES)
 
 
-class HideAdvertisements(logging.Filter):
-    """Drops log records that are not about the run."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to keep the record."""
-        text = record.getMessage()
-        return not any(x in text for x in _HIDDEN)
+def is_no_advertisement(record: logging.LogRecord) -> bool:
+    """A filter of log records: whether to keep one."""
+    return not any(x in record.getMessage() for x in _HIDDEN)
 
 
 def hush() -> None:
@@ -39,9 +35,7 @@ def hush() -> None:
     if mine not in others:
         os.environ["PYTHONWARNINGS"] = f"{others},{mine}".lstrip(",")
     for name in _LOGGERS:
-        logger = logging.getLogger(name)
-        if not any(isinstance(x, HideAdvertisements) for x in logger.filters):
-            logger.addFilter(HideAdvertisements())
+        logging.getLogger(name).addFilter(is_no_advertisement)  # once, however often it is added
 
 
 def hush_lightning() -> None:

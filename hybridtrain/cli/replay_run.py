@@ -15,8 +15,9 @@ from pytorch_lightning.loggers import Logger
 from rich.table import Table
 
 from hybridtrain.cli.explain import one_line
-from hybridtrain.cli.hydra_config import changed_keys, conf_dir, placed, portable
+from hybridtrain.cli.hydra_config import changed_keys, conf_dir, placed
 from hybridtrain.cli.quiet import hush, hush_lightning
+from hybridtrain.cli.resume import configuration
 from hybridtrain.cli.run import Parts, build, hash_of_checkpoint
 from hybridtrain.cli.telemetry.summary import metrics_of
 from hybridtrain.cli.validation.host_checks import check_owner
@@ -31,7 +32,7 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import own_name, with_present_targets
 from hybridtrain.recording import Record
 from hybridtrain.recording.replayer import Replayed
-from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run, read_yaml
+from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run
 from hybridtrain.worlds.local.cleanup import vanishing_directory
 
 
@@ -224,10 +225,7 @@ def _edited(told: Mapping[str, Any]) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     check_owner(path, "replay")
-    try:
-        return portable(OmegaConf.create(read_yaml(path)))
-    except Exception as error:  # YAML's, OmegaConf's
-        raise UserError(f"configuration: {path} cannot be read ({type(error).__name__})") from error
+    return configuration(Path(told["run_dir"]))
 
 
 # ---- another policy -----------------------------------------------------------------------------

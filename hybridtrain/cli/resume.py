@@ -25,8 +25,14 @@ from hybridtrain.cli.hydra_config import changed_keys, placed, portable, quoted
 from hybridtrain.cli.validation.host_checks import check_files, check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.watchdog import to_stderr
-from hybridtrain.report.runs import CONFIG_FILE, OVERRIDES_FILE, SUMMARY_FILE, read_yaml
-from hybridtrain.util.files import fault_of, interrupted_in, read_text, write_whole
+from hybridtrain.report.runs import (
+    CONFIG_FILE,
+    OVERRIDES_FILE,
+    SUMMARY_FILE,
+    read_mapping,
+    read_yaml,
+)
+from hybridtrain.util.files import fault_of, interrupted_in, write_whole
 
 AUTO, LAST = "auto", "last"
 # Keys that may differ in a resumed run.
@@ -235,7 +241,7 @@ def check_run(directory: Path) -> None:
     check_files(directory)
     for name in (CONFIG_FILE, OVERRIDES_FILE):
         check_owner(directory / name, f"resume={directory}")
-    made = _read(directory / RUN_FILE)
+    made = read_mapping(directory / RUN_FILE, [])
     if isinstance(made.get("format"), int) and made["format"] > FORMAT:
         raise UserError(
             f"resume={directory}: this run was made by hybridtrain {made.get('hybridtrain')} "
@@ -244,17 +250,9 @@ def check_run(directory: Path) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_text(path, "the file"))
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def has_finished(directory: Path) -> bool:
     """Whether the run ended with exit status 0."""
-    return _read(directory / SUMMARY_FILE).get("exit") == 0
+    return read_mapping(directory / SUMMARY_FILE, []).get("exit") == 0
 
 
 def runs_below(root: Path) -> Iterator[Path]:

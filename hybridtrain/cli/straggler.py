@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import pytorch_lightning as pl
 import torch
 
-from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import Range, typed
 
 
 class Straggler(pl.Callback):
@@ -26,9 +26,8 @@ class Straggler(pl.Callback):
         UserError: if ``times`` is below 1.
     """
 
-    def __init__(self, times: float = 3.0) -> None:
-        if times < 1:
-            raise UserError(f"times={times} was given; a straggler takes at least 1 times as long")
+    @typed("")
+    def __init__(self, times: Annotated[float, Range(1)] = 3.0) -> None:
         self.times = times
         self._spent_s: float | None = None  # processor time, when the last mini-batch began
 

@@ -290,7 +290,7 @@ def _waiting(number: int, workers: Iterable[Watched]) -> str:
 
 
 def _state_in_words(pid: int) -> str:
-    match _status(pid):
+    match process_state(pid):
         case "T":
             return f", stopped by a signal (kill -CONT {pid} lets it go on)"
         case "D":
@@ -325,11 +325,11 @@ def _listens_for(pid: int, signum: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether a signal, not a debugger, has stopped the process."""
-    return _status(pid) == "T"
+    return process_state(pid) == "T"
 
 
-def _status(pid: int) -> str:
-    """One letter: R, S, D, T, t, Z; empty: unknown."""
+def process_state(pid: int) -> str:
+    """One letter: R, S, D, T, t, Z, X; empty: there is no such process, or no ``/proc``."""
     return _field(pid, "State")[:1]
 
 

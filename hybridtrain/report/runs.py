@@ -147,7 +147,7 @@ def _natural(path: Path) -> list[tuple[bool, int, str]]:
 def read_run(folder: Path) -> Run:
     """Read a run; missing and broken files are left out."""
     broken: list[str] = []
-    summary = _mapping(folder / SUMMARY_FILE, broken)
+    summary = read_mapping(folder / SUMMARY_FILE, broken)
     ended = _ending(folder)
     curve = read_history(folder)
     if curve.bad:
@@ -165,8 +165,8 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def _mapping(path: Path, broken: list[str]) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
+def read_mapping(path: Path, broken: list[str]) -> dict[str, Any]:
+    """A JSON object; empty where there is none, or a broken one, whose name is appended."""
     try:
         content = json.loads(read_text(path, "the file")) if os.path.lexists(path) else {}
     except (ValueError, RecursionError):
@@ -180,7 +180,7 @@ def _mapping(path: Path, broken: list[str]) -> dict[str, Any]:
 def _ending(folder: Path) -> dict[str, Any]:
     """The entry of this job in its sweep's ``jobs.json``; empty: there is none."""
     for sweep in folder.parents[:DEPTH]:
-        ending = _mapping(sweep / JOBS_FILE, []).get(folder.relative_to(sweep).as_posix())
+        ending = read_mapping(sweep / JOBS_FILE, []).get(folder.relative_to(sweep).as_posix())
         if isinstance(ending, dict):
             return ending
     return {}

@@ -117,14 +117,12 @@ class ParabolaData(pl.LightningDataModule):
 
 def draw_fit(module: ParabolaModule, data: ParabolaData, path: Path) -> None:
     """Draw the points, the parabola and the network's curve; raises without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # no display, no global state
 
     x = torch.linspace(float(data.x.min()), float(data.x.max()), 200).unsqueeze(1)
     with torch.no_grad():
         curve = module(x.to(module.device)).cpu()
     figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="x", ylabel="y")
     axes.plot(data.x.squeeze(), data.y.squeeze(), ".", color="0.5", label="training points")
     axes.plot(x.squeeze(), x.square().squeeze(), "--", color="0.2", lw=1, label="y = x²")

@@ -23,7 +23,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -125,16 +125,16 @@ def fault_of(path: Path) -> str | None:
     The answer is cached until the file changes.
     """
     state = _settled(path)
-    if state is not None and state in _known:
-        return _known[state]
-    fault = _fault_of(path)
-    if state is not None:
-        _known[state] = fault
-    return fault
+    return _fault_of(path) if state is None else _settled_fault_of(path, state)
 
 
 SETTLED_S = 2.0  # clocks of file systems: a later change has a later time
-_known: dict[tuple[int, ...], str | None] = {}
+
+
+@cache
+def _settled_fault_of(path: Path, state: tuple[int, ...]) -> str | None:
+    """Read a file once for each of its states."""
+    return _fault_of(path)
 
 
 def _settled(path: Path) -> tuple[int, ...] | None:

@@ -173,9 +173,10 @@ def test_one_bad_job_stops_the_sweep_before_any_has_started(
 
 
 def test_the_table_says_why_a_job_failed_and_hides_what_all_jobs_share() -> None:
+    ended = (CommandOutcome(metric=0.25, directory="a"), CommandOutcome(exit=1, error="boom"))
     rows = [
-        job_launcher.JobRow(0, ["task=x", "lr=1"], CommandOutcome(metric=0.25, directory="a")),
-        job_launcher.JobRow(1, ["task=x", "lr=2"], CommandOutcome(exit=1, error="boom")),
+        job_launcher.JobRow(n, ["task=x", f"lr={n + 1}"], outcome, Path())
+        for n, outcome in enumerate(ended)
     ]
     lines = job_launcher.table(rows).splitlines()
     assert lines[1].split() == ["0", "lr=1", "0.25", "a"]

@@ -47,7 +47,7 @@ class JobRow:
     number: int
     overrides: list[str]
     outcome: CommandOutcome
-    folder: Path | None = None
+    folder: Path
 
 
 ROWS: list[JobRow] = []  # the jobs of this process' sweep; the command line prints them
@@ -197,9 +197,5 @@ def leave_page(rows: Sequence[JobRow], directory: Path) -> str | None:
 
 def _endings(rows: Sequence[JobRow], directory: Path) -> str:
     """Exit status, error and metric of each job by folder, for jobs that left no summary."""
-    endings = {
-        row.folder.relative_to(directory).as_posix(): asdict(row.outcome)
-        for row in rows
-        if row.folder is not None
-    }
+    endings = {row.folder.relative_to(directory).as_posix(): asdict(row.outcome) for row in rows}
     return as_json(endings)

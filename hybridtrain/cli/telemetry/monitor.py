@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -135,25 +136,12 @@ def log_histogram(logger: Any, name: str, ages: Mapping[int, int], step: int) ->
     Args:
         ages: number -> how often it occurs.
     """
-    writer = getattr(logger, "experiment", None)
-    add = getattr(writer, "add_histogram_raw", None)
+    add = getattr(getattr(logger, "experiment", None), "add_histogram", None)
     if add is None or not ages:
         return
     width = -(-(max(ages) + 1) // MOST_BINS)  # numbers in a bin
-    counts = [0] * (max(ages) // width + 1)
-    for age, count in ages.items():
-        counts[age // width] += count
-    add(
-        name,
-        min=float(min(ages)),
-        max=float(max(ages)),
-        num=sum(ages.values()),
-        sum=float(sum(age * n for age, n in ages.items())),
-        sum_squares=float(sum(age * age * n for age, n in ages.items())),
-        bucket_limits=[(i + 1) * width - 0.5 for i in range(len(counts))],
-        bucket_counts=counts,
-        global_step=step,
-    )
+    limits = np.arange(0, max(ages) + 1 + width, width) - 0.5
+    add(name, np.repeat(list(ages), list(ages.values())), global_step=step, bins=limits)
 
 
 class RunMonitor(pl.Callback):
