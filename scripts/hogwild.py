@@ -183,7 +183,6 @@ def loop(examples: Examples, epochs: int) -> Curve:
         for _ in range(epochs if measured else 1):
             for batch in torch.randperm(len(examples)).split(5000):
                 module.step_examples(batch)
-        assert module.weights is not None, "made above"
         weights = module.weights.weight.detach().numpy()[:, 0]
         curve = [(time.perf_counter() - began, objective(weights, examples))]
     return curve

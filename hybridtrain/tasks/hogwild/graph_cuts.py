@@ -29,6 +29,7 @@ class GraphCuts(InPlaceModule):
     """
 
     reads = "edges"
+    places: nn.Embedding  # made by configure_model
 
     def __init__(
         self,
@@ -38,7 +39,6 @@ class GraphCuts(InPlaceModule):
         optimizer: MakeOptimizer | None = None,
     ) -> None:
         super().__init__(rate, decay, compiled, optimizer)
-        self.places: nn.Embedding | None = None
         self.nodes, self.terminals = 0, [0]
         self._fixed, self._corners = torch.empty(0), torch.empty(0)
 
@@ -48,7 +48,7 @@ class GraphCuts(InPlaceModule):
 
     def configure_model(self) -> None:
         """As many rows as the graph has nodes."""
-        if self.places is not None:
+        if hasattr(self, "places"):
             return
         classes = len(self.terminals)
         self.places = nn.Embedding(self.nodes, classes, sparse=True)
@@ -61,7 +61,6 @@ class GraphCuts(InPlaceModule):
 
     def points(self, nodes: Tensor) -> Tensor:
         """On the simplex, (B, K); terminals do not move."""
-        assert self.places is not None, "configure_model made it"
         free = on_simplex(self.places(nodes))
         return torch.where(self._fixed[nodes, None], self._corners[nodes], free)
 
@@ -77,7 +76,6 @@ class GraphCuts(InPlaceModule):
     def step_examples(self, batch: Batch) -> None:
         from hybridtrain.tasks.hogwild import hogwild_kernels
 
-        assert self.places is not None, "configure_model made it"
         weights, ones, others = (each.numpy() for each in batch)
         fixed = self._fixed.numpy()
         hogwild_kernels.cuts(array(self.places.weight), ones, others, weights, fixed, self.rate_now)

@@ -31,6 +31,8 @@ class MatrixCompletion(InPlaceModule):
     """
 
     reads = "ratings"
+    left: nn.Embedding  # of the users; made by configure_model, as the items'
+    right: nn.Embedding
 
     @typed("model.")
     def __init__(
@@ -45,8 +47,6 @@ class MatrixCompletion(InPlaceModule):
     ) -> None:
         super().__init__(rate, decay, compiled, optimizer)
         self.dim, self.mu, self.seed = dim, mu, seed
-        self.left: nn.Embedding | None = None
-        self.right: nn.Embedding | None = None
         self.users, self.items, self.mean = 0, 0, 0.0
         self._shrink = (torch.empty(0), torch.empty(0))
 
@@ -61,7 +61,7 @@ class MatrixCompletion(InPlaceModule):
 
     def configure_model(self) -> None:
         """As many rows as the data have users and items."""
-        if self.left is not None:
+        if hasattr(self, "left"):
             return
         generator = torch.Generator().manual_seed(self.seed)
         self.left = nn.Embedding(self.users, self.dim, sparse=True)
@@ -69,13 +69,9 @@ class MatrixCompletion(InPlaceModule):
         for table in (self.left, self.right):
             nn.init.normal_(table.weight, std=self.dim**-0.5, generator=generator)
 
-    def _tables(self) -> tuple[nn.Embedding, nn.Embedding]:
-        assert self.left is not None and self.right is not None, "configure_model made them"
-        return self.left, self.right
-
     def errors(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Errors of the ratings (B,), and the rows (B, D) of their products."""
-        left, right = (table(rows) for table, rows in zip(self._tables(), batch[1:], strict=True))
+        left, right = self.left(batch[1]), self.right(batch[2])
         return (left * right).sum(1) + self.mean - batch[0], left, right
 
     def loss(self, batch: Batch) -> Tensor:
@@ -89,7 +85,7 @@ class MatrixCompletion(InPlaceModule):
         from hybridtrain.tasks.hogwild import hogwild_kernels
 
         ratings, users, items = (each.numpy() for each in batch)
-        left, right = (array(table.weight) for table in self._tables())
+        left, right = array(self.left.weight), array(self.right.weight)
         one, other = (array(each) for each in self._shrink)
         centred = ratings - np.float32(self.mean)
         kernel = hogwild_kernels.completion

@@ -35,6 +35,7 @@ class SparseSvm(InPlaceModule):
     """
 
     reads = "examples"
+    weights: nn.Embedding  # made by configure_model
 
     @typed("model.")
     def __init__(
@@ -47,7 +48,6 @@ class SparseSvm(InPlaceModule):
     ) -> None:
         super().__init__(rate, decay, compiled, optimizer)
         self.mu = mu
-        self.weights: nn.Embedding | None = None
         self._shrink = torch.empty(0)  # (F,)
         self._examples: Examples | None = None
         self._test: Examples | None = None
@@ -61,13 +61,13 @@ class SparseSvm(InPlaceModule):
 
     def configure_model(self) -> None:
         """As many weights as the data have features."""
-        if self.weights is None:
+        if not hasattr(self, "weights"):
             self.weights = nn.Embedding(self.n_features, 1, sparse=True)
             nn.init.zeros_(self.weights.weight)
 
     def _known(self, testing: bool = False) -> tuple[nn.Embedding, Examples]:
         examples = self._test if testing else self._examples
-        assert self.weights is not None and examples is not None, "setup and configure_model"
+        assert examples is not None, "setup has read them"
         return self.weights, examples
 
     def loss(self, batch: Tensor) -> Tensor:

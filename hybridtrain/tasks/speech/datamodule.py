@@ -197,8 +197,7 @@ class SpeechDataModule(pl.LightningDataModule):
         """
         needed = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for split in needed.get(stage or "", SPLITS):
-            if split not in self._sets:
-                self._sets[split] = self._load(split)
+            self.batches(split)
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Batches of the training split, in a new order each epoch."""

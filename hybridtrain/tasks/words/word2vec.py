@@ -42,6 +42,9 @@ class Word2Vec(WordVectors):
         compiled, save, directory, project, optimizer: see :class:`WordVectors`.
     """
 
+    inputs: nn.Embedding  # made by configure_model, as the outputs
+    outputs: nn.Embedding
+
     @typed("model.")
     def __init__(
         self,
@@ -64,15 +67,13 @@ class Word2Vec(WordVectors):
         self.architecture, self.output = architecture, output
         self.window, self.negative, self.sample = window, negative, sample
         self.rate, self.min_rate, self.seed = rate, min_rate, seed
-        self.inputs: nn.Embedding | None = None
-        self.outputs: nn.Embedding | None = None
         self._keep: Floats | None = None
         self._draws: tuple[Floats, Ints] | None = None
         self._paths = _NO_PATHS
 
     def configure_model(self) -> None:
         """Inputs at random, outputs at 0, as soon as there are words."""
-        if not self.has_words or self.inputs is not None:
+        if not self.has_words or hasattr(self, "inputs"):
             return
         n = len(self.vocabulary)
         what = f"vectors of {n:,} words and {self.dim} dimensions"
@@ -89,7 +90,6 @@ class Word2Vec(WordVectors):
         return self._tables()[0].detach().cpu().numpy()
 
     def _tables(self) -> tuple[Tensor, Tensor]:
-        assert self.inputs is not None and self.outputs is not None, "configure_model makes them"
         return self.inputs.weight, self.outputs.weight
 
     def on_fit_start(self) -> None:
@@ -143,7 +143,8 @@ class Word2Vec(WordVectors):
         if not len(centres):
             return self._tables()[0].sum() * 0.0
         if self.architecture == "skip_gram":
-            hidden, words = self._look(left[centres]), left[others]
+            rows = torch.from_numpy(left[centres]).to(self.device)
+            hidden, words = self.inputs(rows), left[others]
         else:
             at, near, starts = bags(centres, others)
             hidden, words = self._mean(left[near], starts), left[at]
@@ -152,10 +153,6 @@ class Word2Vec(WordVectors):
         assert self._draws is not None, "on_fit_start makes them"
         drawn = draw_rows(*self._draws, (len(words), self.negative), random)
         return self.sampled(hidden, words, drawn)
-
-    def _look(self, rows: Rows) -> Tensor:
-        assert self.inputs is not None
-        return self.inputs(torch.from_numpy(rows).to(self.device))
 
     def _mean(self, rows: Rows, starts: Any) -> Tensor:
         """Mean of each bag; each row gets the gradient undivided, as in the authors' program."""
@@ -174,7 +171,6 @@ class Word2Vec(WordVectors):
 
         Rows ``drawn`` (M, K) that are the word itself, (M,), are left out.
         """
-        assert self.outputs is not None
         rows = torch.from_numpy(np.concatenate((words[:, None], drawn), 1)).to(self.device)
         logits = torch.einsum("md,mkd->mk", hidden, self.outputs(rows))
         stays = (rows[:, 1:] != rows[:, :1]).to(logits.dtype)
@@ -184,7 +180,6 @@ class Word2Vec(WordVectors):
 
     def hierarchical(self, hidden: Tensor, words: Rows) -> Tensor:
         """Hierarchical softmax: mean over ``hidden`` (M, D) of the losses on the paths."""
-        assert self.outputs is not None
         starts = self._paths.starts
         lengths = starts[words + 1] - starts[words]
         owner = np.repeat(np.arange(len(words)), lengths)
