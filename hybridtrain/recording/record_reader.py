@@ -128,12 +128,9 @@ def read_record(path: Path) -> Record:
     with open_input(path, "the record", _LARGEST_RECORD_BYTES) as file:
         content = file.read()
     try:
-        record = _record(path, content)
+        return _record(path, content)
     except _Damaged as damage:
         raise UserError(f"{path}: the record is damaged {damage}") from None
-    if record is None:
-        raise UserError(f"{path}: the record ends before it has said what was run")
-    return record
 
 
 def service_times(run: str | Path) -> dict[int, list[float]]:
@@ -167,7 +164,7 @@ def times_of(record: Record) -> dict[int, list[float]]:
     return times
 
 
-def _record(path: Path, content: bytes) -> Record | None:
+def _record(path: Path, content: bytes) -> Record:
     _check_title(path, content)
     cells = np.frombuffer(content, TYPE, len(content) // CELL_BYTES)
     told: dict[str, Any] = {}
@@ -178,7 +175,7 @@ def _record(path: Path, content: bytes) -> Record | None:
         if text is not None:
             told |= _json(first * CELL_BYTES, text)
     if "header" not in told:
-        return None
+        raise UserError(f"{path}: the record ends before it has said what was run")
     if (wrong := misfit(told, _TOLD, "record")) is not None:
         raise _Damaged(CELL_BYTES, wrong)
     kinds, n_workers = tuple(told["header"]["kinds"]), told["header"]["workers"]

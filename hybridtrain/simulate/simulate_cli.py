@@ -164,11 +164,12 @@ def cells(row: SimulationRow, columns: Sequence[str]) -> list[str]:
 # ---- curves -------------------------------------------------------------------------------------
 
 PANELS: list[tuple[str, Value]] = [
+    ("updates per virtual second", lambda row: row.updates_per_s),
+    ("samples per virtual second", lambda row: row.samples_per_s),
     ("share of the ideal speed", lambda row: row.efficiency),
     ("share of time spent waiting", lambda row: row.waiting_share),
     ("mean staleness in updates", lambda row: row.staleness_mean),
 ]
-HANDED_OVER = "megabytes handed over by all workers"
 
 
 def against_workers(rows: Sequence[SimulationRow], value: Value) -> list[Series]:
@@ -186,23 +187,19 @@ def names(rows: Sequence[SimulationRow]) -> list[str]:
     return [f"{row.strategy}, {row.workers}" if several else row.strategy for row in rows]
 
 
-def losses(rows: Sequence[SimulationRow]) -> list[Series]:
-    """A line for each run with a loss: loss against virtual time."""
+def lines(
+    rows: Sequence[SimulationRow], points: Callable[[SimulationRow], list[tuple[float, float]]]
+) -> list[Series]:
+    """A line for each run that has such points."""
+    found = ((name, points(row)) for name, row in zip(names(rows), rows, strict=True))
     return [
-        Series(name, [at for at, _ in row.loss], [loss for _, loss in row.loss])
-        for name, row in zip(names(rows), rows, strict=True)
-        if row.loss
+        Series(name, [x for x, _ in each], [y for _, y in each]) for name, each in found if each
     ]
 
 
-def losses_over_bytes(rows: Sequence[SimulationRow]) -> list[Series]:
-    """A line for each run with a loss: loss against the megabytes handed over by all workers."""
-    found = []
-    for name, row in zip(names(rows), rows, strict=True):
-        points = [(sent / 1e6, loss) for sent, loss in row.loss_over_bytes if sent]
-        if points:
-            found.append(Series(name, [sent for sent, _ in points], [loss for _, loss in points]))
-    return found
+def megabytes(row: SimulationRow) -> list[tuple[float, float]]:
+    """Megabytes handed over by all workers, and the loss then."""
+    return [(sent / 1e6, loss) for sent, loss in row.loss_over_bytes if sent]
 
 
 # ---- the page -----------------------------------------------------------------------------------
@@ -219,11 +216,12 @@ def page_of(rows: Sequence[SimulationRow], arguments: Sequence[str]) -> str:
         page.paragraph("python -m hybridtrain.simulate " + " ".join(arguments)),
         page.table(columns, [cells(row, columns) for row in rows]),
     ]
-    if curves := losses(rows):
+    if curves := lines(rows, lambda row: row.loss):
         svg = charts.line_chart(curves, "virtual seconds", "loss", fit_y=True)
         parts += [page.heading("Loss"), page.figure(svg, "Loss against virtual time")]
-    if curves := losses_over_bytes(rows):
-        svg = charts.line_chart(curves, HANDED_OVER, "loss", xlog=True, fit_y=True)
+    if curves := lines(rows, megabytes):
+        axis = "megabytes handed over by all workers"
+        svg = charts.line_chart(curves, axis, "loss", xlog=True, fit_y=True)
         parts.append(page.figure(svg, "Loss against what workers have handed over"))
     parts += [page.heading("Speed, waiting and staleness"), page.figures(_charts(rows))]
     parts.append(page.paragraph(_LEGEND))
@@ -231,12 +229,7 @@ def page_of(rows: Sequence[SimulationRow], arguments: Sequence[str]) -> str:
 
 
 def _charts(rows: Sequence[SimulationRow]) -> list[Part]:
-    made: list[tuple[str, Value]] = [
-        ("updates per virtual second", lambda row: row.updates_per_s),
-        ("samples per virtual second", lambda row: row.samples_per_s),
-        *PANELS,
-    ]
-    parts = [page.figure(_chart(rows, label, value), label) for label, value in made]
+    parts = [page.figure(_chart(rows, label, value), label) for label, value in PANELS]
     svg = charts.staleness_chart(names(rows), [row.staleness or {0: 1} for row in rows])
     return [*parts, page.figure(svg, "Staleness distribution")]
 

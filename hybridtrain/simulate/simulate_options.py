@@ -62,12 +62,10 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     given = {name: _read(name, text) for name, text in said.items() if text != "null"}
     train = _train(given, overrides)
     workers = given.get("workers", [8])
-    slower = _slower(given, workers)
     plan = SimulationPlan(
         strategies=tuple(map(way, given.get("strategy", ["hybrid", "async"]))),
         workers=tuple(workers),
-        times=_times(given, slower),
-        slower=slower,
+        times=_times(given, _slower(given, workers)),
         conditions=_conditions(given, bool(overrides)),
         train=train,
         correction=_of_gradients("correction", given, overrides, make_correction),

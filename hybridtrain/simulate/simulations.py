@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,9 +35,6 @@ class Way:
     update: UpdateSpec = None  # default: the exchange's
 
 
-HYBRID, ASYNC = Way("hybrid", "hybrid"), Way("async", "async")
-
-
 @dataclass(frozen=True)
 class SimulationPlan:
     """Simulate every strategy with every number of workers.
@@ -46,10 +43,9 @@ class SimulationPlan:
     or ``seconds`` of virtual time, whichever is first. ``train`` makes the task, if there is one.
     """
 
-    strategies: tuple[Way, ...] = (HYBRID, ASYNC)
+    strategies: tuple[Way, ...] = (Way("hybrid", "hybrid"), Way("async", "async"))
     workers: tuple[int, ...] = (8,)
     times: Times = field(default_factory=ServiceTimes)
-    slower: Mapping[int, float] = field(default_factory=dict)  # applied in ``times`` already
     conditions: Conditions = field(default_factory=Conditions)
     batch_size: int = 32
     mini_batches: float | None = 20_000
@@ -99,7 +95,7 @@ def simulate(plan: SimulationPlan, way: Way, workers: int) -> SimulationRow:
         UserError: if the policy does not fit this number of workers, or the plan names a worker
             that does not exist.
     """
-    for worker in plan.slower:
+    for worker in plan.times.slower:
         if worker >= workers:
             raise UserError(
                 f"slower.{worker} was given, but {workers} workers have the numbers 0 to "
