@@ -11,6 +11,7 @@ Importing the package makes its strategies known to PyTorch Lightning, in either
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.lightning_package import decide_by_environment
@@ -27,14 +28,14 @@ register_strategies()
 decide_by_environment()
 
 
+_LATER = {
+    "HybridStrategy": "hybridtrain.lightning.strategy",
+    "StepProfiler": "hybridtrain.lightning.step_profiler",
+}
+
+
 def __getattr__(name: str) -> Any:
     """``hybridtrain.HybridStrategy`` and ``StepProfiler``, imported when they are asked for."""
-    if name == "HybridStrategy":
-        from hybridtrain.lightning.strategy import HybridStrategy
-
-        return HybridStrategy
-    if name == "StepProfiler":
-        from hybridtrain.lightning.step_profiler import StepProfiler
-
-        return StepProfiler
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,16 +45,6 @@ class NgramModel:
         """Every word that can be predicted (not ``<s>``, ``</s>``, ``<unk>``)."""
         return [g[0] for g in self.log10 if len(g) == 1 and g[0] not in (BEGIN, END, UNKNOWN)]
 
-    def score(self, word: str, history: Sequence[str] = ()) -> float:
-        """log10 P(word | history); unknown words are scored as ``<unk>``."""
-        context = tuple(w if (w,) in self.log10 else UNKNOWN for w in history)
-        context = context[len(context) - min(len(context), self.order - 1) :]
-        word, penalty = (word if (word,) in self.log10 else UNKNOWN), 0.0
-        while context and (*context, word) not in self.log10:
-            penalty += self.backoff.get(context, 0.0)
-            context = context[1:]
-        return penalty + self.log10.get((*context, word), NEVER)
-
     def write(self, path: str | Path) -> None:
         """Write ARPA text."""
         by_order = [[g for g in self.log10 if len(g) == n + 1] for n in range(self.order)]
