@@ -84,10 +84,8 @@ class Report:
 
     def write(self, folder: Path) -> None:
         """Write ``profile.json`` and ``timeline.json``."""
-        figures = self.figures()
-        (folder / FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
-        about = {"every": self.every, "workers": self.n_workers}
-        write_trace(folder / TIMELINE, self.server, self.workers, about)
+        (folder / FIGURES).write_text(json.dumps(self.figures(), indent=1) + "\n")
+        write_whole(folder / TIMELINE, self._timeline().encode())
 
     def figures(self) -> dict[str, Any]:
         """Content of ``profile.json``: seconds, and microseconds a step, of phases and spans."""
@@ -101,6 +99,23 @@ class Report:
             "floor_us_per_step": round(1e6 * self.floor_s, 2),
             "meanings": {str(phase): text for phase, text in MEANINGS.items()},
         }
+
+    def _timeline(self) -> str:
+        """The timeline in the Chrome trace-event format, which Perfetto (ui.perfetto.dev) opens.
+
+        https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: an object
+        with ``traceEvents``; complete events (``"ph": "X"``) with begin ``ts`` and duration ``dur``
+        in microseconds, in a process ``pid`` and a thread ``tid``, whose names are metadata
+        (``"ph": "M"``). Here the server is process 0, with a thread for each track, and worker
+        ``w`` is 1 + w.
+        """
+        tracks = [(0, n, "server", track) for n, track in enumerate(self.server)]
+        tracks += [(1 + w, 0, f"worker {w}", track) for w, track in sorted(self.workers.items())]
+        begin_ns = min((min(track.begun) for *_, track in tracks if track.begun), default=0)
+        about = json.dumps({"every": self.every, "workers": self.n_workers})
+        head = f'{{"displayTimeUnit": "ms", "otherData": {about},\n"traceEvents": [\n'
+        events = (json.dumps(event, separators=(",", ":")) for event in _events(tracks, begin_ns))
+        return head + ",\n".join(events) + "\n]}\n"
 
     # ---- table ----------------------------------------------------------------------------------
 
@@ -221,30 +236,6 @@ def _figures(track: Track) -> dict[str, Any]:
 
 
 # ---- timeline -----------------------------------------------------------------------------------
-
-
-def write_trace(
-    path: Path, server: Sequence[Track], workers: dict[int, Track], about: dict[str, Any]
-) -> None:
-    """Write a timeline in the Chrome trace-event format, which Perfetto (ui.perfetto.dev) opens.
-
-    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: an object with
-    ``traceEvents``; complete events (``"ph": "X"``) with begin ``ts`` and duration ``dur`` in
-    microseconds, in a process ``pid`` and a thread ``tid``, whose names are metadata (``"ph":
-    "M"``). Here the server is process 0, with a thread for each track, and worker ``w`` is 1 + w.
-
-    Args:
-        path: the file; written whole or not at all.
-        server: its tracks, or none.
-        workers: track by worker.
-        about: becomes ``otherData``.
-    """
-    tracks = [(0, n, "server", track) for n, track in enumerate(server)]
-    tracks += [(1 + w, 0, f"worker {w}", track) for w, track in sorted(workers.items())]
-    begin_ns = min((min(track.begun) for *_, track in tracks if track.begun), default=0)
-    head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)},\n"traceEvents": [\n'
-    events = (json.dumps(event, separators=(",", ":")) for event in _events(tracks, begin_ns))
-    write_whole(path, (head + ",\n".join(events) + "\n]}\n").encode())
 
 
 def _events(

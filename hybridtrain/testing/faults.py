@@ -24,7 +24,15 @@ from typing import Annotated, Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.anonymous_files import SharedBytes
-from hybridtrain.util.option_types import Natural, Positive, Range, check_fields, hint, shown
+from hybridtrain.util.option_types import (
+    Natural,
+    Positive,
+    Range,
+    check_fields,
+    check_names,
+    hint,
+    shown,
+)
 
 PHASES = ("compute", "push", "update", "pull", "validation", "checkpoint", "teardown")
 _IN_WORKERS = tuple(phase for phase in PHASES if phase != "update")
@@ -143,17 +151,12 @@ def read_faults(given: Any) -> tuple[Fault, ...]:
 
 
 def _read(given: Any) -> Fault:
-    known = [f.name for f in fields(Fault)]
     if not isinstance(given, Mapping) or "kind" not in given:
         raise UserError(
             f"faults: {shown(given)} was given; a fault is a mapping with a kind "
             f"({', '.join(KINDS)}), as in {{worker: 1, step: 20, kind: kill}}"
         )
-    for key in given:
-        if key not in known:
-            raise UserError(
-                f"faults: {key} was given{hint(str(key), known)}; a fault has {', '.join(known)}"
-            )
+    check_names("faults: ", given, [f.name for f in fields(Fault)])
     return Fault(**given)
 
 

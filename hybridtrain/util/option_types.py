@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import lru_cache, wraps
@@ -141,10 +141,7 @@ def _form(value: Mapping[Any, Any], kind: Any) -> Any:
 
 def _check_keys(name: str, value: Mapping[Any, Any], form: Any, plain: bool) -> None:
     kinds = hints(form)
-    for key in value:
-        if key not in kinds:
-            known = ", ".join(kinds)
-            raise UserError(f"{name}.{key} was given{hint(str(key), kinds)}; it has {known}")
+    check_names(f"{name}.", value, kinds)
     for key, each in kinds.items():
         if key in value or key in form.__required_keys__:
             check(f"{name}.{key}", value.get(key), each, plain)
@@ -430,6 +427,13 @@ def name_of(given: Any) -> str | None:
     """The name that is given alone, or in a mapping with parameters."""
     name = given.get("name") if isinstance(given, Mapping) else given
     return name if isinstance(name, str) else None
+
+
+def check_names(prefix: str, given: Iterable[object], known: Collection[str]) -> None:
+    """Refuse a name that is not known; raises UserError."""
+    for name in given:
+        if name not in known:
+            raise UserError(f"{prefix}{name} was given{hint(str(name), known)}; {_known(known)}")
 
 
 def hint(word: str, words: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.lm import NgramModel
 from hybridtrain.util.files import open_input, read_text
-from hybridtrain.util.option_types import Positive, Range, check_fields
+from hybridtrain.util.option_types import Positive, Range, check_fields, check_names
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -63,10 +63,7 @@ class DecoderOptions:
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> DecoderOptions:
         """From plain data; an unknown name is a ``UserError`` that lists the known ones."""
-        known = [field.name for field in fields(cls)]
-        for name in options or {}:
-            if name not in known:
-                raise UserError(f"unknown decoder option {name!r}: choose from {', '.join(known)}")
+        check_names("decoder.", options or {}, [field.name for field in fields(cls)])
         return cls(**(options or {}))
 
 

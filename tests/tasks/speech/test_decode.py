@@ -107,7 +107,7 @@ def test_defaults_are_those_of_deepspeech() -> None:
     ("options", "message"),
     [
         ({"kind": "magic"}, "greedy or beam"),
-        ({"width": 3}, "choose from kind, beam_width"),
+        ({"width": 3}, "known are beam_width, cutoff"),
         ({"kind": "beam", "beam_width": 0}, "from 1 on"),
         ({"kind": "greedy", "lm": "x.arpa"}, "decoder=beam"),
     ],
