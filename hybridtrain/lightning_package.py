@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -74,16 +75,9 @@ def decide_by_configuration(configuration: Mapping[str, Any]) -> str:
         if top == "lightning" and importlib.util.find_spec(top) is not None:
             return decide("lightning")
         if dot and top not in (__package__, "torch", *_ALIASES, *PACKAGES):
-            _import_quietly(target)
+            with suppress(Exception):  # the checks of the configuration report what is wrong
+                importlib.import_module(target.rpartition(".")[0])
     return decide()
-
-
-def _import_quietly(target: str) -> None:
-    """Import the module of a class; the checks of the configuration report what is wrong."""
-    try:
-        importlib.import_module(target.rpartition(".")[0])
-    except Exception:
-        return
 
 
 def own_name(name: str) -> str:

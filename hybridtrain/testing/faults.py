@@ -106,12 +106,10 @@ _DEFAULTS = {f.name: f.default for f in fields(Fault)}
 
 
 def _check_words(fault: Fault) -> None:
-    if fault.kind not in KINDS:
-        close = hint(str(fault.kind), KINDS)
-        raise _refuse(fault, close, f"kind must be one of {', '.join(KINDS)}")
-    if fault.phase not in PHASES:
-        close = hint(str(fault.phase), PHASES)
-        raise _refuse(fault, close, f"phase must be one of {', '.join(PHASES)}")
+    for name, word, known in (("kind", fault.kind, KINDS), ("phase", fault.phase, PHASES)):
+        if word not in known:
+            how = f"{name} must be one of {', '.join(known)}"
+            raise _refuse(fault, hint(word, known), how)
     if fault.phase not in KINDS[fault.kind]:
         allowed = ", ".join(KINDS[fault.kind])
         raise _refuse(fault, "", f"{fault.kind} can happen in {allowed}")
@@ -175,7 +173,7 @@ def check_workers(faults: Sequence[Fault], n_workers: int) -> None:
 # ---- what has happened ---------------------------------------------------------------------------
 
 _CELL = struct.Struct("<qd")  # how often it has happened, and when last
-_COUNTERS = struct.Struct("<qq")  # a worker's steps and its process
+_COUNTERS = struct.Struct("<qq")  # a worker's steps and its process; as long as a cell
 
 
 class FaultLog:
@@ -191,11 +189,11 @@ class FaultLog:
 
     def __init__(self, n_faults: int, n_workers: int) -> None:
         self.n_faults, self.n_workers = n_faults, n_workers
-        self._shared = SharedBytes(n_workers * (_COUNTERS.size + n_faults * _CELL.size))
+        self._shared = SharedBytes(n_workers * (1 + n_faults) * _CELL.size)
 
-    def _place(self, worker: int, fault: int) -> int:
-        own = worker * (_COUNTERS.size + self.n_faults * _CELL.size)
-        return own + _COUNTERS.size + fault * _CELL.size
+    def _place(self, worker: int, fault: int = -1) -> int:
+        """Where the cell of a fault lies; before its cells lie the counters of the worker."""
+        return _CELL.size * (worker * (1 + self.n_faults) + 1 + fault)
 
     def count(self, fault: int, worker: int) -> int:
         """How often the worker has had the fault."""
@@ -212,14 +210,12 @@ class FaultLog:
 
     def progress(self, worker: int) -> tuple[int, int]:
         """Number of the worker's steps, and its process id."""
-        steps, pid = _COUNTERS.unpack_from(
-            self._shared.map, self._place(worker, 0) - _COUNTERS.size
-        )
+        steps, pid = _COUNTERS.unpack_from(self._shared.map, self._place(worker))
         return int(steps), int(pid)
 
     def reach(self, worker: int, steps: int, pid: int) -> None:
         """Store the number of the worker's steps, and its process id."""
-        _COUNTERS.pack_into(self._shared.map, self._place(worker, 0) - _COUNTERS.size, steps, pid)
+        _COUNTERS.pack_into(self._shared.map, self._place(worker), steps, pid)
 
     def close(self) -> None:
         """Unmap it."""
@@ -245,8 +241,8 @@ class Schedule:
     ) -> None:
         self._worker, self._fault_log = worker, fault_log
         self._born = fault_log.progress(worker)[0]  # the first step of this process
-        mine = [(n, f) for n, f in enumerate(faults) if f.worker in (None, worker)]
-        mine = [(n, f) for n, f in mine if f.kind in kinds]
+        numbered = enumerate(faults)
+        mine = [(n, f) for n, f in numbered if f.worker in (None, worker) and f.kind in kinds]
         self._of: dict[str, list[tuple[int, Fault]]] = {
             phase: [each for each in mine if each[1].phase == phase] for phase in PHASES
         }
