@@ -260,11 +260,9 @@ def _network(given: Given, trains: bool) -> Network:
             f"{have} was given without {lack}; a bandwidth in bytes per second and the number of "
             "parameters (4 bytes each) go together"
         )
-    return Network(
-        given.get("network.latency_s", 0.0),
-        *(given.get(name, math.inf) for name in BANDWIDTHS),
-        size_bytes=4 * given.get("parameters", 0),
-    )
+    own, servers = (given.get(name, math.inf) for name in BANDWIDTHS)
+    latency_s, n_parameters = given.get("network.latency_s", 0.0), given.get("parameters", 0)
+    return Network(latency_s, own, servers, 4 * n_parameters)
 
 
 def _length(given: Given, trains: bool) -> float | None:
