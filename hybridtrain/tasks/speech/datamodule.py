@@ -265,19 +265,32 @@ def _tell_skipped(split: str, bad: list[str], n_found: int) -> None:
         log.warning("%s: skipped %d of %d utterances:%s%s", split, len(bad), n_found, names, more)
 
 
-def _build(source: Any, **options: Any) -> SpeechDataModule:
+def spoken_digits(**options: Any) -> SpeechDataModule:
+    """``data=spoken_digits``: options of ``SpokenDigits`` and ``SpeechDataModule`` in one."""
+    return _build(SpokenDigits, options)
+
+
+def csv(**options: Any) -> SpeechDataModule:
+    """``data=csv``: options of ``CsvManifest`` and ``SpeechDataModule`` in one."""
+    return _build(CsvManifest, options)
+
+
+def librispeech(**options: Any) -> SpeechDataModule:
+    """``data=librispeech``: options of ``LibriSpeech`` and ``SpeechDataModule`` in one."""
+    return _build(LibriSpeech, options)
+
+
+def fsdd(**options: Any) -> SpeechDataModule:
+    """``data=fsdd``: options of ``Fsdd`` and ``SpeechDataModule`` in one."""
+    return _build(Fsdd, options)
+
+
+def _build(source: Any, options: dict[str, Any]) -> SpeechDataModule:
     """Split flat options into those of the source and those of the data module."""
     names = {field.name for field in fields(source)}
     own = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}
     return SpeechDataModule(source(**own), **rest)
-
-
-# ``data=spoken_digits`` and so on: options of the source and of ``SpeechDataModule`` in one.
-spoken_digits = partial(_build, SpokenDigits)
-csv = partial(_build, CsvManifest)
-librispeech = partial(_build, LibriSpeech)
-fsdd = partial(_build, Fsdd)
 
 
 # ---- checks before training ----------------------------------------------------------------------
