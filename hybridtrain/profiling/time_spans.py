@@ -244,9 +244,8 @@ class Track:
         return (self.last_ns - self.first_ns) / 1e9
 
     def packed(self) -> dict[str, Any]:
-        """The track as plain data, for another process; open spans end here."""
-        while self._open:
-            self.end()
+        """The track as plain data, for another process."""
+        self.end_open()
         return {
             "name": self.name,
             "every": self.every,
@@ -255,6 +254,11 @@ class Track:
             "span": [self.made_ns, self.first_ns, self.last_ns, self.n_steps],
             "rows": [list(each) for each in self.columns],
         }
+
+    def end_open(self) -> None:
+        """End all open spans."""
+        while self._open:
+            self.end()
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> Track:
