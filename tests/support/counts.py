@@ -20,9 +20,9 @@ from pytorch_lightning.loggers.logger import Logger
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain.registration import DESCRIPTIONS
+from hybridtrain.registration import NAMES
 
-STRATEGIES = tuple(name for name in DESCRIPTIONS if name != "switch")  # it counts as its parts do
+STRATEGIES = tuple(name for name in NAMES if name != "switch")  # it counts as its parts do
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 WORKERS, BATCHES, EPOCHS, SIZE = 3, 24, 2, 2
 MAX_STEPS, SAVE_EVERY = 5, 4

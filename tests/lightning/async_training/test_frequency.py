@@ -10,12 +10,12 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from hybridtrain.registration import DESCRIPTIONS
+from hybridtrain.registration import NAMES
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
 
 EPOCHS, BATCH = 3, 2
-STRATEGIES = sorted(DESCRIPTIONS.keys() - {"switch"})  # it is one policy, then another
+STRATEGIES = sorted(set(NAMES) - {"switch"})  # it is one policy, then another
 WITH_ONE_MINI_BATCH = ["async", "hogwild", "synchronous"]  # in an update
 CHOSEN = ["async", "hogwild", "synchronous", "backup", "easgd"]
 

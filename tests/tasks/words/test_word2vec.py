@@ -63,7 +63,11 @@ def test_compiled_steps_are_those_of_autograd(architecture: str, output: str) ->
     first: list[float] = []
     for sources, word in predictions(architecture):
         rows = np.array(sources)
-        hidden = module._mean(rows, np.array([0])) if architecture == "cbow" else module._look(rows)
+        hidden = (
+            module._mean(rows, np.array([0]))
+            if architecture == "cbow"
+            else module.inputs(torch.from_numpy(rows))
+        )
         if output == "negative":
             found = module.sampled(hidden, np.array([word]), np.array([[8]]))
         else:
