@@ -6,6 +6,9 @@ Each DIR is the folder of a run (outputs/DATE/TIME-ID) or one with runs below it
 Writes comparison.html, which needs no network and no other file, and the sheets comparison.csv (a
 row for each run) and curves.csv (all their histories) into FOLDER: by default into DIR where one
 folder of several runs is given, else into the working directory. A sweep makes its page itself.
+
+Options:
+  out=FOLDER         where to write page and sheets; it must exist
 """
 
 from __future__ import annotations

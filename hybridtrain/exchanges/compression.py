@@ -129,6 +129,11 @@ class Integers(Checked):
 
     The error of an element is at most half the scale, which is the chunk's largest magnitude
     divided by 127 (8 bits) or 7 (4 bits).
+
+    Args:
+        bits: of an element.
+        chunk: elements that share a scale.
+        error_decay: the error times this is added to the next tensor; ``None``: it is lost.
     """
 
     bits: int
@@ -173,9 +178,13 @@ class Integers(Checked):
 class TopK(Checked):
     """The elements of largest magnitude in each 4,096: their places, and their values.
 
-    Values have ``bits`` bits: an odd multiple of a step, the largest of which is the largest
-    magnitude of the chunk, so that none becomes zero; with 32 (or ``None``) they stay as they are.
     Where fewer than k elements differ from zero, the largest takes the places that are left over.
+
+    Args:
+        density: k / 4,096, the share of the elements that is handed over.
+        bits: of a value: an odd multiple of a step, the largest of which is the largest magnitude
+            of the chunk, so that none becomes zero; with 32 (or ``None``) values stay as they are.
+        error_decay: what is left out, times this, is added to the next tensor.
     """
 
     density: Annotated[float, Range(0, 1, "(")] = 1 / 64

@@ -80,7 +80,10 @@ class MovementOptions(_Options):
     """How often, and how it is encoded.
 
     Args:
-        every: a worker's own steps between two exchanges.
+        every: a worker's own steps between two exchanges. A list: those of each worker. ``then``,
+            ``at``, ``first`` (1): ``first`` until step ``at``, or until the learning rate falls for
+            the first time, then ``then``. ``longest``, ``seconds_per_step``: as many as each
+            worker makes while the fastest makes ``longest``.
         compress: how movements are encoded, one of
             :data:`hybridtrain.exchanges.compression.CODECS`.
     """
@@ -95,7 +98,7 @@ class StreamingOptions(_Options):
 
     Args:
         every: H, a worker's own steps between two exchanges of a fragment.
-        fragments: P.
+        fragments: P, how many parts the parameters are cut into.
         overlap: τ, steps that a worker makes before it takes over what comes back.
         mix: α, the share of its own parameters that a worker keeps then.
         compress: one of :data:`hybridtrain.exchanges.compression.CODECS`.

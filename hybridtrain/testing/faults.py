@@ -56,10 +56,10 @@ class Fault:
     """What goes wrong, in which worker, and when.
 
     Args:
-        kind: one of ``KINDS``.
+        kind: what goes wrong.
         worker: its number; ``None``: any worker, each at random.
         step: of that worker, from 0.
-        phase: of that step, one of ``PHASES``.
+        phase: of that step.
         rate: instead of ``step``: the probability, each time that the phase comes.
         seed: of these draws.
         factor: ``slow``: how much longer a step takes; ``corrupt_gradient``: what it is multiplied

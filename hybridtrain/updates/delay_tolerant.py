@@ -70,7 +70,7 @@ class AdaptiveRevision(_FromInitial):
 
     Args:
         params: as ``torch.optim`` takes them.
-        lr: α.
+        lr: α, the learning rate.
         initial: z before the first gradient.
 
     Raises:
@@ -126,7 +126,7 @@ class AsyncAdaDA(_FromInitial):
 
     Args:
         params: as ``torch.optim`` takes them.
-        lr: α.
+        lr: α, the learning rate.
         initial: z before the first gradient.
 
     Raises:
@@ -155,9 +155,9 @@ class AdaDelay(DelayTolerant):
 
     Args:
         params: as ``torch.optim`` takes them.
-        lr: α.
-        smoothness: L.
-        eps: ε.
+        lr: α, the learning rate.
+        smoothness: L, added to the denominator.
+        eps: ε, added to it as well.
 
     Raises:
         ValueError: if any of them is negative.

@@ -106,10 +106,10 @@ class DelayedNesterov(torch.optim.Optimizer):
 
     Args:
         params: as ``torch.optim`` takes them.
-        lr: ε.
-        momentum: β.
+        lr: ε, the learning rate.
+        momentum: β, its decay.
         buffer: N, as a rule the number of workers.
-        activation: c, from 0 to 1 / N.
+        activation: c, the share of the momentum in each movement, from 0 to 1 / N.
 
     Raises:
         ValueError: if one of them makes no sense.

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from hybridtrain.schemes import SCHEMES
 from hybridtrain.updates.named import update_of
 from hybridtrain.util.option_types import check, hints
 from tests.cli import option_tables
+from tests.cli.reference_tables import COMMANDS, command_options, conf_file
 
 CHOICES = [(group, name) for group, names in groups().items() for name in names if name != "own"]
 FILES = sorted(x for x in conf_dir().rglob("*.yaml"))
@@ -68,9 +70,69 @@ def test_every_file_says_what_it_is_for(path: Path) -> None:
     assert len(lines[0]) > 15
 
 
-def test_the_tables_of_options_are_those_of_the_description() -> None:
-    page = option_tables.PAGE.read_text()
-    assert option_tables.renewed(page) == page, "run python -m tests.cli.option_tables"
+@pytest.mark.parametrize("page", option_tables.PAGES, ids=lambda page: page.stem)
+def test_the_tables_of_options_are_those_of_the_description(page: Path) -> None:
+    text = page.read_text()
+    assert option_tables.renewed(text) == text, "run python -m tests.cli.option_tables"
+
+
+def test_every_table_of_options_is_on_one_page() -> None:
+    text = "".join(page.read_text() for page in option_tables.PAGES)
+    found = re.findall(r"^<!-- options of (\w+) -->$", text, re.MULTILINE)
+    assert sorted(found) == sorted(option_tables.tables())
+
+
+def explained(tables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Key and meaning in each row; of a parameter of a part, part and parameter."""
+    for line in "\n".join(tables.values()).splitlines():
+        if line.startswith("| `"):
+            cells = [cell.strip(" `") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            yield ".".join(cells[:2] if len(cells) == 5 else cells[:1]), cells[-1]
+
+
+# A file that sets these says nothing of them: their tables are those of the parts, of commands.
+ELSEWHERE = (
+    *("strategy.data_shards", "strategy.exchange.", "strategy.update."),
+    *("simulate.", "hydra.sweeper.params."),
+)
+
+
+def unexplained(tables: Mapping[str, str]) -> set[str]:
+    found = list(explained(tables))
+    said = {key for key, meaning in found if meaning}
+    return {key for key, _ in found if key not in said and not key.startswith(ELSEWHERE)}
+
+
+def test_every_key_that_is_shipped_has_a_meaning() -> None:
+    tables = option_tables.tables()
+    assert unexplained(tables) == set() and len(dict(explained(tables))) > 350
+    assert unexplained({"model": "| `model.width` | `3` | a number |  |"}) == {"model.width"}
+    assert unexplained({"policy": "| `ssp` | `lead` | `3` | a number |  |"}) == {"ssp.lead"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(x.relative_to(conf_dir())) for x in FILES])
+def test_every_key_of_a_file_is_in_a_table(path: Path) -> None:
+    group, file = path.relative_to(conf_dir()).parts[0], conf_file(path)
+    keys = {key for key in file.keys if not re.search(r"(^|\.)_|defaults", key)}
+    keys = {key for key in keys if file.keys[key].value or "." not in key}
+    if group == "strategy":  # of a part its own parameters; what is below them, they describe
+        keys = {".".join(key.split(".")[:2]) for key in keys if not key.startswith("update.")}
+        keys = {key.rpartition(".")[2] for key in keys} - {"name"}
+    if group == "hydra":  # of Python's logging
+        return
+    text = "".join(option_tables.tables().values())
+    forms = [f"{group}.", ""]
+    parents = {key.partition(".")[0] for key in file.keys if "." in key}
+    keys -= parents if group != "strategy" else set()
+    assert {key for key in keys if not any(f"| `{form}{key}` |" in text for form in forms)} == set()
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_every_option_of_a_command_is_explained(module: str) -> None:
+    given = " ".join(command_options(module)).split()
+    assert {each.partition("=")[0] for each in given} - {"slower.W"} == set(COMMANDS[module]) - {
+        "slower"
+    }
 
 
 @pytest.mark.parametrize(

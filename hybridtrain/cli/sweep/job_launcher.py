@@ -58,7 +58,7 @@ class ProcessLauncher(Launcher):
     """Runs the jobs one after another, each in a process of its own.
 
     Args:
-        start_method: ``auto``, ``fork`` or ``popen``.
+        start_method: ``auto``: ``fork`` without a GPU, else ``popen``, a fresh interpreter.
     """
 
     @typed("hydra.launcher.")

@@ -13,6 +13,11 @@ below the highest count the different words *before* an n-gram instead of its oc
 at the beginning of a sentence, which nothing precedes. Below the unigrams lies the uniform
 distribution over the words, ``</s>`` and ``<unk>``. Since g(h) is exactly the back-off weight of
 an n-gram that was not seen, the file holds a normalised model.
+
+Options:
+  text=FILE          sentences, one per line (required)
+  out=FILE           where to write the model (required)
+  order=N            words of the longest n-gram (default 3)
 """
 
 from __future__ import annotations
