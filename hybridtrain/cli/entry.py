@@ -24,6 +24,7 @@ from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
 from hybridtrain.util.arguments import hold_standard_streams
+from hybridtrain.util.versions import check_versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
     """Run one command line; fill in ``overrides``, which explain errors."""
+    check_versions("hydra-core")
     try:
         here = str(Path.cwd())
     except FileNotFoundError:
