@@ -231,7 +231,7 @@ def command_options(module: str) -> dict[str, str]:
 def command_section(module: str) -> str:
     what, _, rest = usage(module).partition("\n")
     lines = [line.strip() for line in rest.splitlines() if f"python -m {module}" in line]
-    calls = "\n".join(["```bash", *lines, "```"])
+    calls = "\n".join(["```text", *lines, "```"])
     rows = ([f"`{given}`", prose(text)] for given, text in command_options(module).items())
     return "\n\n".join([f"## {module}", what, calls, table("| option | meaning |", iter(rows))])
 
