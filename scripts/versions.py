@@ -118,9 +118,13 @@ class Trial(Environment):
 
     def _install_torch(self) -> None:
         cpu = f"torch=={self.row.torch}+cpu"
-        if not self.pip(*QUICK, cpu) and not self.pip(*QUICK, "--index-url", CPU_INDEX, cpu):
+        try:
+            self.must_pip(*QUICK, cpu)
+        except SetupError:
+            if self.pip(*QUICK, "--index-url", CPU_INDEX, cpu):
+                return
             if not self.cuda:
-                raise SetupError(f"no CPU build of torch {self.row.torch} to be had")
+                raise
             self.must_pip(f"torch=={self.row.torch}")
 
     def test(self) -> str:
