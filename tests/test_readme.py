@@ -57,6 +57,11 @@ def runs() -> list[list[str]]:
     return [list(arguments) for arguments in found]
 
 
+def sweeps(arguments: list[str]) -> bool:
+    """Whether it is a command of several jobs."""
+    return not {"-m", "--multirun"}.isdisjoint(arguments)
+
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
@@ -124,7 +129,7 @@ def test_a_command_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     "arguments",
-    by_default([a for a in runs() if "-m" not in a], ["--help"]),
+    by_default([a for a in runs() if not sweeps(a)], ["--help"]),
     ids=" ".join,
 )
 def test_the_commands_run(arguments: list[str], tmp_path: Path, corpus: Path) -> None:
@@ -136,8 +141,11 @@ def test_the_commands_run(arguments: list[str], tmp_path: Path, corpus: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [a for a in runs() if "-m" in a], ids=" ".join)
+@pytest.mark.parametrize("arguments", filter(sweeps, runs()), ids=" ".join)
 def test_the_sweep_runs(arguments: list[str], tmp_path: Path, corpus: Path) -> None:
     done = run(arguments, tmp_path, corpus)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list(tmp_path.glob("multirun/*/*/*/summary.json"))) == 4
+    jobs = {
+        int(number) for number in re.findall(r"^--- job \d+ of (\d+)", done.stdout, re.MULTILINE)
+    }
+    assert jobs == {len([*tmp_path.rglob("summary.json")])}

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.utils.serialization import config
 
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.util.files import seal, write_whole
@@ -66,6 +65,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Serialize now, write later. Raises all errors but the disk's."""
+        from torch.utils.serialization import config  # it would cost every import of Lightning
+
         if storage_options is not None or not _is_local(path):
             self.wait()
             plainly = super().save_checkpoint
