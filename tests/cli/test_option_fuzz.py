@@ -80,8 +80,8 @@ ONCE: dict[str, list[str]] = {
     "trainer.max_epochs={_target_:os.getcwd}": ["a whole number from -1 on, or null"],
     "trainer._target_=null": ["trainer._target_=null", "package.Class"],
     "model._target_=null": ["model._target_=null", "package.Class"],
-    "+test_only_x=-1": ["there is no such option; did you mean test_only?"],
-    "+logger.tensorboard.save_dir_x=7": ["takes no argument 'save_dir_x'; did you mean save_dir?"],
+    "+test_only_x=-1": ["there is no such option (did you mean test_only?)"],
+    "+logger.tensorboard.save_dir_x=7": ["takes no argument 'save_dir_x' (did you mean save_dir?)"],
     "strategy=easgd strategy.bata=1": ["did you mean strategy.exchange.beta?"],
 }
 
