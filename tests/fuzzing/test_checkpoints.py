@@ -13,7 +13,7 @@ import torch
 
 from hybridtrain.cli.run import keeping_whole
 from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
-from hybridtrain.lightning.checkpointing.checkpoint_content import restore_or_refuse
+from hybridtrain.lightning.checkpointing.checkpoint_content import Restoration
 from tests.cli.tiny import TinyData, TinyModule
 from tests.fuzzing.mutations import EXTREMES, damaged, faults, swapped
 from tests.lightning.toys import make_trainer
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_trained_from_or_refused_in_one_line(
         good_count = value.strip("'").isdigit() or "object object" in value
         assert not counts or good_count, f"accepted: {where}"
         made = trainer(tmp_path, max_epochs=2)
-        restore_or_refuse(made)
+        Restoration(made)
         with keeping_whole(made):
             made.fit(Scheduled(), datamodule=TinyData(), ckpt_path=path, weights_only=True)
 

@@ -20,7 +20,16 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.mid_epoch import read_format
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
-from hybridtrain.util.option_types import EACH, Count, NotNegative, Range, Rule, misfit
+from hybridtrain.util.option_types import (
+    EACH,
+    Count,
+    NotNegative,
+    Range,
+    Rule,
+    is_number,
+    misfit,
+    shown,
+)
 
 _Version = Annotated[str, Rule("such as 2.6.1", re.compile(r"\d{1,9}(\.\d{1,9}){1,3}").match)]
 _Rate = Tensor | NotNegative
@@ -135,15 +144,46 @@ def _kind(value: Any) -> str:
     return ("a tensor" if value.numel() else "empty") if _filled(value) else type(value).__name__
 
 
-def restore_or_refuse(trainer: Any) -> None:
-    """Let the trainer raise ``UserError`` where a callback or optimizer cannot be restored."""
-    around(Point.RESTORE, dumper(trainer), restore)
+class Restoration:
+    """Lets the trainer raise ``UserError`` where a checkpoint does not restore a part of it.
+
+    What is restored into optimizers and torch's schedules must be of the kind that
+    ``configure_optimizers`` has made.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        around(Point.RESTORE, dumper(trainer), self.restore)
+
+    def restore(self, proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Lightning's, with errors as ``UserError``."""
+        made = list(self._parts())
+        with restoring():
+            proceed(*args, **kwargs)
+        for (name, before), (_, after) in zip(made, self._parts(), strict=False):
+            for key, value in before.items():
+                if not _is_alike(value, found := after.get(key)):
+                    raise UserError(
+                        f"ckpt: the checkpoint has {key}={shown(found)} of {name}, and "
+                        f"configure_optimizers {key}={shown(value)}; the file was changed or is "
+                        "damaged, or is of another module"
+                    )
+
+    def _parts(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for optimizer in self._trainer.strategy.optimizers:
+            for group in optimizer.param_groups:
+                known = {key: group[key] for key in optimizer.defaults if key in group}
+                yield type(optimizer).__name__, known
+        for config in self._trainer.lr_scheduler_configs:
+            if type(config.scheduler).__module__.startswith("torch."):
+                yield type(config.scheduler).__name__, dict(vars(config.scheduler))
 
 
-def restore(proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Lightning's, with errors as ``UserError``."""
-    with restoring():
-        proceed(*args, **kwargs)
+def _is_alike(made: Any, found: Any) -> bool:
+    """Whether a number is a number, and a tuple as long as the one that was made."""
+    if isinstance(made, tuple):
+        return isinstance(found, tuple | list) and len(found) == len(made)
+    return not is_number(made) or isinstance(found, int | float | Tensor)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.agreement import count_all_updates
-from hybridtrain.lightning.checkpointing.checkpoint_content import restore_or_refuse
+from hybridtrain.lightning.checkpointing.checkpoint_content import Restoration
 from hybridtrain.lightning.checkpointing.checkpoint_io import (
     Unsaved,
     WholeCheckpointIO,
@@ -112,7 +112,7 @@ class CheckpointWriting:
         if type(checkpoint_plugin(strategy)) in (type(None), TorchCheckpointIO):
             strategy.checkpoint_io = WholeCheckpointIO(self.unsaved)
         if changes:
-            restore_or_refuse(trainer)
+            Restoration(trainer)
             self.prepare(trainer)
 
     def prepare(self, trainer: Any) -> None:

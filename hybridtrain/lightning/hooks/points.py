@@ -22,7 +22,7 @@ class Point(Enum):
     SAVE = "save_checkpoint", "Requeue.save WorkerCallback.save HybridStrategy.save_together"
     # checkpoint connector
     DUMP = "dump_checkpoint", "Injection.begin_checkpoint HybridStrategy.before_checkpoint"
-    RESTORE = "restore_callbacks restore_training_state", "restore"
+    RESTORE = "restore_callbacks restore_training_state", "Restoration.restore"
     # data connector
     PREPARE = "_prepare_dataloader", "Loaders.prepare"
     RESOLVE = "_resolve_sampler", "Loaders.resolve"
