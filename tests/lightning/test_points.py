@@ -112,7 +112,6 @@ OTHERS = {
     ("lightning/step/session.py", "step"): "of the user's optimizers: the push to the server",
     ("lightning/step/step_rollback.py", "is_last_batch"): "a value of Lightning's progress",
     ("lightning/step_profiler.py", "name"): "of our track",
-    ("lightning/sync_batchnorm.py", "group"): "of an autograd context",
 }
 
 

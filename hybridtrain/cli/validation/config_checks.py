@@ -229,7 +229,7 @@ def _check_keys(given: Mapping[str, Any], described: type, prefix: str, whole: D
             raise UserError(f"{prefix}{name} is not there, and every run has it; do not remove it")
     for name in given:
         # Outside of the groups a key may be there for others to refer to.
-        wrong = name not in kinds and (prefix or get_close_matches(name, kinds))
+        wrong = name not in kinds and (prefix or get_close_matches(name, kinds, cutoff=0.8))
         if wrong and not name.startswith("_"):
             raise UserError(f"{prefix}{name}: there is no such option{hint(name, kinds)}")
 
