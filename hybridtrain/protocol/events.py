@@ -65,7 +65,7 @@ class TimerExpired:
 
 @dataclass(frozen=True, slots=True)
 class BrokenOff:
-    """It is late: no worker waits for another any longer."""
+    """The time to stop is over: workers no longer wait for one another."""
 
 
 Event = Received | Completed | Removed | Restarted | Admitted | Looked | TimerExpired | BrokenOff

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from hybridtrain.memory import Store
 from hybridtrain.memory.counters import MadeSteps
@@ -59,8 +59,19 @@ class OwnSteps:
         age = self.made.total - self._read_at
         self._n_covered += len(covers)
         self.made.make(self._worker, self._n_covered)
-        given = {each.name: getattr(push, each.name) for each in fields(Push)}
-        self._untold.append(MadeStep(**given | {"covers": tuple(covers)}, age=age))
+        made = MadeStep(
+            push.optimizer,
+            push.weight,
+            push.row,
+            push.changes,
+            push.samples,
+            push.writes,
+            push.fault,
+            tuple(covers),
+            push.loss,
+            age=age,
+        )
+        self._untold.append(made)
         self._then = then
         self._read_at = self.made.total
         return self._read_at
