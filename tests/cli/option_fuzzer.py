@@ -24,6 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 TASKS = ("digits", "parabola", "clusters", "hogwild", "triplet", "word2vec", "glove", "speech")
 GROUPS = ("model", "data", "optimizer", "strategy", "trainer", "callbacks", "logger", "task")
 _PATIENCE_S = 100
+# What is trained is this small, unless the mutation is of one of these keys.
+SMALL = ("trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2")
 _ROOM_BYTES = 4 << 30  # of address space, besides what is imported
 
 # Text that Hydra reads as a value of this kind.
@@ -200,7 +202,9 @@ def _one(case: Case, trains: bool) -> tuple[str, str]:
         one_run.execute = _only_built  # type: ignore[assignment]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        status = entry.main([*case.arguments, f"hydra.run.dir=run{case.number}"])
+        *base, change = case.arguments
+        small = SMALL if trains else ()
+        status = entry.main([*base, *small, change, f"hydra.run.dir=run{case.number}"])
     text = said.getvalue()
     lines = [line for line in text.splitlines() if line.startswith("hybridtrain: ")]
     if status == 0:

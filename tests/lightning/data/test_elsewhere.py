@@ -182,11 +182,9 @@ MACOS = """
 
     if __name__ == "__main__":
         what, strategy = sys.argv[1:]
-        method = {"hybrid": "auto", "async": "auto"}.get(what, what)
-        made = HybridStrategy(policy=strategy, start_method=method)
         if what == "slow":
-            made = HybridStrategy(policy=strategy)
-            fit(made, 2, 6, Slow, max_epochs=1000)
+            fit(HybridStrategy(policy=strategy), 2, 6, Slow, max_epochs=1000)
+        made = HybridStrategy(policy=strategy, start_method=what)
         module, trainer = fit(made, 2, 6, SpawnRegression, max_epochs=2)
         print("STEPS", trainer.global_step, trainer.strategy.run_stats()["samples"])
         print("SUM", float(flat(module).sum()))
