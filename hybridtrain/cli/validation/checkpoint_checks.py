@@ -46,7 +46,8 @@ def load_checkpoint(path: Path) -> Any:
         with warnings.catch_warnings(action="ignore"):  # torch's, about unusual pickles
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # readers of damaged files raise exceptions of any type
-        if zipped or "GLOBAL" in str(error) or "Unsupported" in str(error):
+        # An unsupported operand is no instruction of a pickle: the file is of another kind.
+        if zipped or "GLOBAL" in str(error) or "Can only" in str(error):
             raise UserError(
                 f"ckpt={path}: it contains code or objects besides tensors and plain containers, "
                 f"and loading those would run them ({_unsafe(error)}); it was not loaded"
@@ -59,7 +60,7 @@ def load_checkpoint(path: Path) -> Any:
 
 def _unsafe(error: Exception) -> str:
     for line in str(error).splitlines():
-        if "GLOBAL" in line or "Unsupported" in line:
+        if "GLOBAL" in line or "Unsupported" in line or "Can only" in line:
             return line.strip().removeprefix("WeightsUnpickler error:").strip()[:120]
     return type(error).__name__
 
