@@ -11,11 +11,11 @@ from hybridtrain.exchanges.exchange import (
     LocalExchange,
     MergeRule,
     Offer,
-    StepsOwnParameters,
     Ways,
     WorkerGradients,
 )
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
+from hybridtrain.exchanges.own_steps import StepsOwnParameters
 from hybridtrain.exchanges.requirements import Requirements, check_visits, combine
 
 __all__ = [

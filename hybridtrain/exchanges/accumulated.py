@@ -15,18 +15,18 @@ from typing import ClassVar
 
 import torch
 
-from hybridtrain.exchanges.compression import Compressor, Remembering, make_codec
-from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, StepsOwnParameters
+from hybridtrain.exchanges.compression import Compressor, make_codec
+from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer
+from hybridtrain.exchanges.own_steps import StepsOwnParameters
 from hybridtrain.options.exchange_options import AccumulatedOptions
 from hybridtrain.util.option_types import BriefRepr
 
 
 @dataclass(repr=False)
-class Accumulated(Remembering, StepsOwnParameters, AccumulatedOptions, BriefRepr):
+class Accumulated(StepsOwnParameters, AccumulatedOptions, BriefRepr):
     """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``."""
 
     update: ClassVar[str] = "user"
-    keeps: ClassVar[bool] = False
     remembers: ClassVar[tuple[str, ...]] = ("steps", "samples", "asked", "sums")
     _steps: int = field(default=0, init=False, repr=False)
     _samples: float = field(default=0.0, init=False, repr=False)
@@ -47,9 +47,6 @@ class Accumulated(Remembering, StepsOwnParameters, AccumulatedOptions, BriefRepr
     @property
     def owes(self) -> bool:
         return bool(self._sums)
-
-    def check(self, n_workers: int, whole_rounds: bool) -> None:
-        """Any number is right."""
 
     def step(self, local: Local) -> Leaving:
         for number, gradient in enumerate(local.gradients):
@@ -78,7 +75,7 @@ class Accumulated(Remembering, StepsOwnParameters, AccumulatedOptions, BriefRepr
         return Offer(nothing, 0.0, later=self._asked) if fetches else None
 
     def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Leaving:
-        torch._foreach_copy_(local.parameters, list(newest))
+        super().take(local, newest)
         asked, self._asked = self._asked, False
         if self._awaits:
             self._awaits = False

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from hybridtrain.exchanges.exchange import RESIDUALS, Offer
+from hybridtrain.exchanges.exchange import Offer
 from hybridtrain.util.option_types import Checked, Positive, Range, Share, choose
 
 # ---- how one parameter's gradient or movement is encoded, by name: int8, int4, topk -------------
@@ -434,26 +433,6 @@ def _is_finite(value: torch.Tensor | None) -> bool:
         return True
     numbers = _dense(value)
     return math.isfinite(abs(numbers.sum().item())) or bool(numbers.isfinite().all())
-
-
-# ---- the state of an exchange -------------------------------------------------------------------
-# Save and restore the attributes of an exchange that count steps since the last exchange.
-
-
-class Remembering:
-    """``remembers``: the names of its attributes, without the ``_`` that they begin with."""
-
-    remembers: ClassVar[tuple[str, ...]]
-    compressor = Compressor(None)
-
-    def state(self) -> dict[str, Any]:
-        known = {name: copy(getattr(self, f"_{name}")) for name in self.remembers}
-        return {**known, RESIDUALS: self.compressor.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        for name in self.remembers:
-            setattr(self, f"_{name}", copy(state.get(name, getattr(self, f"_{name}"))))
-        self.compressor.load_state(state.get(RESIDUALS, {}))
 
 
 # ---- PowerSGD: a matrix travels as the product of two with few columns --------------------------

@@ -18,13 +18,13 @@ from typing import ClassVar
 
 import torch
 
-from hybridtrain.exchanges.compression import Remembering
-from hybridtrain.exchanges.exchange import Local, Offer, StepsOwnParameters
+from hybridtrain.exchanges.exchange import Local, Offer
+from hybridtrain.exchanges.own_steps import StepsOwnParameters
 from hybridtrain.options.exchange_options import ElasticOptions
 
 
 @dataclass
-class Elastic(Remembering, StepsOwnParameters, ElasticOptions):
+class Elastic(StepsOwnParameters, ElasticOptions):
     """Every ``every`` steps a worker and the centre move towards each other."""
 
     update: ClassVar[str] = "sum"
@@ -44,9 +44,6 @@ class Elastic(Remembering, StepsOwnParameters, ElasticOptions):
     def owes(self) -> bool:
         """Never: a worker does not hand over what it has come to, and goes on from there itself."""
         return False
-
-    def check(self, n_workers: int, whole_rounds: bool) -> None:
-        """Any number is right."""
 
     def step(self, local: Local) -> Offer | None:
         self._steps, self._since = self._steps + 1, self._since + 1

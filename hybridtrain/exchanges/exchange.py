@@ -301,13 +301,3 @@ class LocalExchange(Exchange, Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         ...
-
-
-class StepsOwnParameters:
-    """The way in which workers step, for a :class:`LocalExchange` to inherit."""
-
-    parameters: ClassVar[Parameters] = "own"
-
-    def worker_steps(self: Any, ways: Ways) -> Any:
-        """On parameters of the worker's own."""
-        return ways.step_own_parameters(self)

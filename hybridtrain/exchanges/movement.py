@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import torch
-
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.compression import Compressor, Remembering, make_codec
-from hybridtrain.exchanges.exchange import Local, Offer, StepsOwnParameters
+from hybridtrain.exchanges.compression import Compressor, make_codec
+from hybridtrain.exchanges.exchange import Local, Offer
+from hybridtrain.exchanges.own_steps import StepsOwnParameters
 from hybridtrain.options.exchange_options import Every, MovementOptions
 from hybridtrain.util.option_types import BriefRepr
 
@@ -132,11 +131,9 @@ def _by_speed(longest: int, seconds_per_step: Sequence[float]) -> Fixed:
 
 
 @dataclass(repr=False)
-class Movement(Remembering, StepsOwnParameters, MovementOptions, BriefRepr):
+class Movement(StepsOwnParameters, MovementOptions, BriefRepr):
     """Every ``every`` steps a worker hands over how far it has moved from the masters."""
 
-    update: ClassVar[str] = "mean"
-    keeps: ClassVar[bool] = False
     remembers: ClassVar[tuple[str, ...]] = ("since", "samples")
     _interval: Interval = field(init=False, repr=False)
     _since: int = field(default=0, init=False, repr=False)
@@ -167,9 +164,6 @@ class Movement(Remembering, StepsOwnParameters, MovementOptions, BriefRepr):
     def skip(self, local: Local) -> Offer | None:
         self._since += 1
         return self.flush(local) if self._since >= self._interval.length(local) else None
-
-    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> None:
-        torch._foreach_copy_(local.parameters, list(newest))
 
     def flush(self, local: Local) -> Offer | None:
         if not self._since:

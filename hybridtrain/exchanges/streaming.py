@@ -19,8 +19,9 @@ from typing import ClassVar
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.compression import Compressor, Remembering, make_codec
-from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, StepsOwnParameters
+from hybridtrain.exchanges.compression import Compressor, make_codec
+from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer
+from hybridtrain.exchanges.own_steps import StepsOwnParameters
 from hybridtrain.options.exchange_options import StreamingOptions
 from hybridtrain.util.option_types import BriefRepr
 
@@ -81,11 +82,9 @@ def check_fragments(every: int, number: int, overlap: int) -> None:
 
 
 @dataclass(repr=False)
-class Streaming(Remembering, StepsOwnParameters, StreamingOptions, BriefRepr):
+class Streaming(StepsOwnParameters, StreamingOptions, BriefRepr):
     """Each fragment travels every ``every`` steps, one behind the other."""
 
-    update: ClassVar[str] = "mean"
-    keeps: ClassVar[bool] = False
     remembers: ClassVar[tuple[str, ...]] = ("steps", "sent", "samples", "flight")
     _steps: int = field(default=0, init=False, repr=False)  # since all have met
     _flight: int | None = field(default=None, init=False, repr=False)  # which fragment

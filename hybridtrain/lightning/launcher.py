@@ -43,7 +43,7 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     check_trainer,
     check_transport,
 )
-from hybridtrain.lightning.replay.run_record import Runner, serving
+from hybridtrain.lightning.replay.run_record import Runner, header
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import context_of, strategy_of
@@ -53,6 +53,7 @@ from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.monitoring.watchdog import SlowReport, Watchdog, to_stderr
 from hybridtrain.options.strategy_arguments import check_sizes
 from hybridtrain.protocol.messages import Stopped
+from hybridtrain.recording.recorder import KINDS, RecordingServer
 from hybridtrain.recovery.failure_policy import Judge
 from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client, StopRequested
@@ -149,6 +150,32 @@ class HybridLauncher(Launcher):
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent sees the signal itself, and sends ``Stop`` to its workers."""
+
+
+def serving(
+    strategy: HybridStrategy, trainer: pl.Trainer, threads: int, server_threads: int
+) -> Server:
+    """The server of a run, which records its events if a record is wanted.
+
+    Args:
+        threads: of each worker.
+        server_threads: of an update.
+    """
+    recording = strategy.recording
+    if recording is None or trainer.state.fn != "fit":
+        return make_server(strategy, server_threads, Server)
+    writer = recording.open()
+    said = header(strategy, threads, server_threads)
+    writer.tell({"header": {**said, "kinds": KINDS, "about": recording.about}})
+    return make_server(strategy, server_threads, partial(RecordingServer, writer))
+
+
+def make_server(strategy: HybridStrategy, threads: int, kind: Callable[..., Server]) -> Server:
+    """The strategy's server, made by ``kind``; an update may use ``threads`` threads."""
+    policy, correction = deepcopy((strategy.policy, strategy.correction))
+    size, exchange = strategy.world_size, strategy.exchange
+    given = {"correction": correction, "exchange": exchange, "merge": strategy.update.merge}
+    return kind(policy, size, threads, **given)
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from pytorch_lightning.loggers.logger import DummyLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.periodic import scheduled
+from hybridtrain.lightning.launcher import make_server
 from hybridtrain.lightning.replay.run_record import (
     Recording,
     differences,
     hash_now,
-    make_server,
     versions,
 )
 from hybridtrain.lightning.run_context import context_if_ours, context_of, strategy_of

@@ -13,7 +13,6 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
@@ -23,7 +22,6 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.seed import isolate_rng
 
@@ -33,8 +31,7 @@ from hybridtrain.lightning_package import decide
 from hybridtrain.protocol.checksums import checksum_of_state
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.record_file import RECORD_NAME, Writer
-from hybridtrain.recording.recorder import KINDS, RecordingServer
-from hybridtrain.server.server import Server
+from hybridtrain.recording.recorder import KINDS
 from hybridtrain.util.files import open_input
 from hybridtrain.worker.client import Client
 
@@ -97,32 +94,6 @@ _GENERATORS: tuple[tuple[type, str, str], ...] = (
     (np.random.BitGenerator, "__getstate__", "__setstate__"),
 )
 _PACKAGE = Path(__file__).parents[2]
-
-
-def serving(
-    strategy: HybridStrategy, trainer: pl.Trainer, threads: int, server_threads: int
-) -> Server:
-    """The server of a run, which records its events if a record is wanted.
-
-    Args:
-        threads: of each worker.
-        server_threads: of an update.
-    """
-    recording = strategy.recording
-    if recording is None or trainer.state.fn != "fit":
-        return make_server(strategy, server_threads, Server)
-    writer = recording.open()
-    said = header(strategy, threads, server_threads)
-    writer.tell({"header": {**said, "kinds": KINDS, "about": recording.about}})
-    return make_server(strategy, server_threads, partial(RecordingServer, writer))
-
-
-def make_server(strategy: HybridStrategy, threads: int, kind: Callable[..., Server]) -> Server:
-    """The strategy's server, made by ``kind``; an update may use ``threads`` threads."""
-    policy, correction = deepcopy((strategy.policy, strategy.correction))
-    size, exchange = strategy.world_size, strategy.exchange
-    given = {"correction": correction, "exchange": exchange, "merge": strategy.update.merge}
-    return kind(policy, size, threads, **given)
 
 
 def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[str, Any]:
