@@ -12,11 +12,17 @@ from collections.abc import Generator, Iterator
 import pytest
 
 import hybridtrain  # noqa: F401  (before Lightning: HYBRIDTRAIN_LIGHTNING may name a package)
+from tests.picking import every_pair
 
 # Tests run side by side, and threads that spin for one another made small ones 20 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CAME_BACK = 97  # the exit status of a child that a test has forked and that returns into pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Slow tests of many cases run so many that every pair of values occurs; else with this."""
+    parser.addoption("--every-case", action="store_true", help="run all cases of slow tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,13 +49,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What needs a GPU runs where ``-m`` asks for it by name; ``-m slow`` alone does not."""
-    if asks_for_gpus(config):
-        return
-    without = [item for item in items if item.get_closest_marker("gpu") is None]
-    config.hook.pytest_deselected(items=[item for item in items if item not in without])
-    items[:] = without
+    wanted = items
+    if not asks_for_gpus(config):
+        wanted = [item for item in items if item.get_closest_marker("gpu") is None]
+    if not config.getoption("every_case"):
+        slow = [each.nodeid for each in wanted if each.get_closest_marker("slow") is not None]
+        left_out = {*slow} - every_pair(slow)
+        wanted = [item for item in wanted if item.nodeid not in left_out]
+    kept = {item.nodeid for item in wanted}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = wanted
 
 
 def asks_for_gpus(config: pytest.Config) -> bool:

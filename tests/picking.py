@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -27,6 +30,31 @@ def by_default(values: Iterable[Any], *chosen: Any) -> list[Any]:
         )
         for value in values
     ]
+
+
+MANY = 20  # cases of one test
+
+
+def every_pair(names: Sequence[str]) -> set[str]:
+    """Names of cases (``test[a-b-c]``) so that of each test all pairs of values occur.
+
+    Of a test with at most ``MANY`` cases it is all of them. Most faults need two values to come
+    together (Kuhn, Wallace, Gallo, *Software Fault Interactions*, IEEE TSE 2004).
+    """
+    tests: defaultdict[tuple[str, int], list[tuple[str, set[Any]]]] = defaultdict(list)
+    for name in names:
+        test, _, case = name.partition("[")
+        values = list(enumerate(case[:-1].split("-")))
+        tests[test, len(values)].append((name, set(combinations(values, 2))))
+    kept: set[str] = set()
+    for (_, n_values), cases in tests.items():
+        seen: set[Any] = set()
+        random.Random(0).shuffle(cases)
+        for name, pairs in cases:
+            if n_values < 3 or len(cases) <= MANY or not pairs <= seen:
+                seen |= pairs
+                kept.add(name)
+    return kept
 
 
 def rotated(items: Sequence[Any], by: int) -> list[Any]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 TASKS = ("digits", "parabola", "clusters", "hogwild", "triplet", "word2vec", "glove", "speech")
@@ -185,6 +186,7 @@ def _child(chosen: Sequence[Case], folder: Path, trains: bool) -> None:
         room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (room + _ROOM_BYTES, room + _ROOM_BYTES))
         os.chdir(folder)
+        yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc]  # reading is most of composing
         for number, case in enumerate(chosen):
             signal.alarm(_PATIENCE_S)  # which ends this process
             how, said = _one(case, trains)

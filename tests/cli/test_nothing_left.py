@@ -84,8 +84,12 @@ RUNS = {
     "ddp-popen": ["strategy=ddp", "strategy.start_method=popen"],
 }
 ENDS = ("parent", "worker", "all", "SIGTERM", "SIGINT", "exception", "end")
-# Their processes import everything anew: each has half of the ends, each end half of them.
-FRESH = {
+# Each has half of the ends, each end half of them: their processes import everything anew, or only
+# what happens in a step is another.
+HALF = {
+    "async": ("parent", "worker", "SIGINT", "end"),
+    "hogwild": ("parent", "all", "SIGTERM", "exception"),
+    "profile": ("worker", "SIGTERM", "SIGINT", "end"),
     "spawn": ("parent", "worker", "SIGTERM", "exception"),
     "forkserver": ("parent", "all", "SIGINT", "end"),
     "ddp-spawn": ("parent", "worker", "SIGINT", "end"),
@@ -96,7 +100,7 @@ FRESH = {
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # importing all in nine processes afresh takes a busy machine a while
 @pytest.mark.parametrize(
-    ("kind", "end"), [(kind, end) for kind in RUNS for end in FRESH.get(kind, ENDS)]
+    ("kind", "end"), [(kind, end) for kind in RUNS for end in HALF.get(kind, ENDS)]
 )
 def test_nothing_is_left_of_any_run(kind: str, end: str, zygote: Zygote, tmp_path: Path) -> None:
     more = {"exception": ["model.fail_at=20"], "end": ["trainer.max_epochs=1"]}.get(end, [])

@@ -298,7 +298,7 @@ def test_whatever_happens_in_7_000_schedules_restarts_happen_or_the_run_says_why
 
 
 @pytest.mark.slow  # about five minutes on one busy core
-@pytest.mark.parametrize("part", range(10))
-def test_whatever_happens_in_a_million_schedules(part: int) -> None:
+@pytest.mark.parametrize("part", range(5))
+def test_whatever_happens_in_half_a_million_schedules(part: int) -> None:
     for seed in range(part * 100_000, (part + 1) * 100_000):
         Schedule(random.Random(seed)).run()

@@ -142,7 +142,7 @@ def test_free_running_workers_make_the_papers_steps(name: str, workers: int) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_under_long_delays_on_sparse_data_only_the_revision_holds_its_loss() -> None:
-    found = laws.long_delays(delays=(1000,), rates=(0.3, 0.5))
+    found = laws.long_delays(delays=(1000,), rates=(0.3, 0.5), n=6_000)
     assert [law for law in found if not law.holds] == []
 
 

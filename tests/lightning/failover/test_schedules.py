@@ -14,7 +14,7 @@ def test_a_schedule_is_the_same_whenever_it_is_drawn() -> None:
 
 @pytest.mark.slow  # about four seconds each
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(75))
+@pytest.mark.parametrize("seed", range(20))
 def test_each_restart_that_is_announced_happens_or_the_run_ends_and_says_why(
     policy: str, seed: int
 ) -> None:
