@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -60,7 +59,7 @@ from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worker.device.cuda import forbids_fork
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.process_world import BeginAnew, ProcessWorld
-from hybridtrain.worlds.local.signals import Interrupted
+from hybridtrain.worlds.local.signals import Interrupted, wait_unless_signalled
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
@@ -107,9 +106,10 @@ class HybridLauncher(Launcher):
         results = None
         while results is None:
             try:
-                results = self._run(job, judge, start_method, threads)
-            except BeginAnew as lost:
-                time.sleep(lost.delay_s)
+                try:
+                    results = self._run(job, judge, start_method, threads)
+                except BeginAnew as lost:
+                    wait_unless_signalled(lost.delay_s)
             except Interrupted as interruption:
                 self._interrupt(interruption, trainer, scratch)
         return unpack(trainer, results, scratch, job.given())

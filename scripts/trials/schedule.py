@@ -271,7 +271,7 @@ def _trial(plan: Plan, seed: int, folder: Path) -> Seen:
     failure_policy._FIRST_DELAY_S, failure_policy._LONGEST_DELAY_S = plan.back_off_s, 1.0
     seen, diary = Seen(plan), work.blank_diary(plan.workers)
     tap = None if plan.alone else tapped(plan.policy == "hybrid", diary, keeps=False)
-    states = _listen(seen, folder)
+    states = _listen(seen, folder, tap)
     most = {"max_restarts": plan.max_restarts} if plan.on_failure == "restart" else {}
     strategy: Any = HybridStrategy(
         plan.policy, on_failure=plan.on_failure, stop_grace_s=GRACE_S, **most
@@ -317,7 +317,7 @@ def _fit(strategy: Any, plan: Plan, seed: int, folder: Path, diary: torch.Tensor
     return module.counts.detach()
 
 
-def _listen(seen: Seen, folder: Path) -> list[torch.Tensor]:
+def _listen(seen: Seen, folder: Path, tap: Tap | None) -> list[torch.Tensor]:
     """The parameters after every update; which restarts are announced, and which are made."""
     states: list[torch.Tensor] = []
     rounds: Any = Rounds
@@ -338,6 +338,11 @@ def _listen(seen: Seen, folder: Path) -> list[torch.Tensor]:
         verdict = failed(self, *args, **kwargs)
         seen.nobody = not (self.kept or self.those(*THERE, *LAST))
         seen.announced += isinstance(verdict, Replace)
+        if isinstance(verdict, Replace) and verdict.anew:  # what has been trained is forgotten
+            seen.announced = seen.started + seen.called_off
+            states.clear()
+            if tap is not None:
+                tap.count.clear()
         return verdict
 
     def starting(self: Any, worker: int) -> None:

@@ -161,6 +161,8 @@ class ProcessWorld:
                 self.server.workers_updates.free_by(lambda pid, for_s: None)
                 self.server.close()
         results = [worker.result for worker in self._workers]
+        if self._signals and isinstance(self._failure, BeginAnew):  # one that came just now
+            self._failure = Interrupted(self._signals[0])
         if isinstance(self._failure, Interrupted):
             self._failure.results = results
         if self._failure is not None:

@@ -28,6 +28,19 @@ class Interrupted(BaseException):
         self.signum, self.results = signum, list[Any]()
 
 
+def wait_unless_signalled(seconds: float) -> None:
+    """Sleep.
+
+    Raises:
+        Interrupted: at a signal that ends a run.
+    """
+    caught: list[int] = []
+    with selectors.DefaultSelector() as selector, caught_signals(caught, selector):
+        selector.select(seconds)
+    if caught:
+        raise Interrupted(caught[0])
+
+
 @contextmanager
 def caught_signals(caught: list[int], selector: selectors.BaseSelector) -> Iterator[None]:
     """Append signals that end a run to ``caught``, and wake the selector.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.lightning.launcher import HybridLauncher
+from hybridtrain.worlds.local.process_world import BeginAnew
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 N, SIZE, EPOCHS = 48, 4, 3
@@ -179,3 +182,20 @@ def test_all_are_lost_in_a_meeting_of_workers_that_run_freely(
     trainer.fit(Regression(), DataLoader(data, SIZE, shuffle=True), DataLoader(data, SIZE))
     assert strategy.run_stats()["samples"] == N * EPOCHS
     assert tag == "what is logged" or len(list(tmp_path.iterdir())) == times
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_all_begin_anew_ends_the_run(
+    signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signum)).start()
+        raise BeginAnew(60.0)
+
+    monkeypatch.setattr(HybridLauncher, "_run", lost)
+    strategy, before = HybridStrategy("hybrid", on_failure="restart"), signal.getsignal(signum)
+    with pytest.raises(SystemExit):
+        make_trainer(strategy, 2).fit(Regression(), DataLoader(regression_data(N), SIZE))
+    assert strategy.interrupted_by == signum
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores it from now on
+    assert signum == signal.SIGINT or signal.getsignal(signum) is before
