@@ -2,6 +2,7 @@
 
     python -m hybridtrain.replay run=outputs/2026-11-21/10-00-00-ab12 [anyway=true]
     python -m hybridtrain.replay run=outputs/2026-11-21/10-00-00-ab12 policy=backup policy.k=3
+    python -m hybridtrain.replay run=outputs/2026-11-21/10-00-00-ab12 report=timeline
 
 Every run of python -m hybridtrain leaves ``record.bin`` in its directory: who said what to the
 server, in which order and when. This command does all of it again, in one process and one worker
@@ -15,6 +16,9 @@ as fast as they were (each one's own times from release to push), real gradients
 run as it was recorded, the same policy in virtual time (so that both columns leave out the same),
 and the other one.
 
+With report=timeline a picture shows when each worker computed, waited or was dropped, and the
+updates. It needs nothing but the record; with another policy, that one is drawn below.
+
 Options:
   run=DIR            a run's directory (its newest record), or a record
   anyway=true        even if code, versions, data or configuration are not what they were; of an
@@ -22,6 +26,10 @@ Options:
   policy=NAME        another policy, with its parameters as policy.k=3
   correction=NAME    another correction of late gradients, with parameters; null: none
   strategy=NAME      policy and correction of a row of conf/strategy
+  report=timeline    draw what happened when
+  svg=FILE           where to draw it (default timeline.svg)
+  at_s=X             second of training at which the picture begins (default: when each worker has
+                     handed something over once, as first steps take longer)
 """
 
 from __future__ import annotations
@@ -33,12 +41,17 @@ from typing import TYPE_CHECKING
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration
-from hybridtrain.util.arguments import command, options
+from hybridtrain.report.page import write
+from hybridtrain.report.timeline import REPORT, picture, place
+from hybridtrain.server.timeline import Timeline
+from hybridtrain.util.arguments import command, options, value_of
+from hybridtrain.util.option_types import NotNegative, check
 
 if TYPE_CHECKING:
     from hybridtrain.recording import Record
 
-OPTIONS = ("run", "anyway", "policy", "correction", "strategy")
+DRAWING = {**REPORT, "at_s": NotNegative}
+OPTIONS = ("run", "anyway", "policy", "correction", "strategy", *DRAWING)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -49,10 +62,34 @@ def run(arguments: Sequence[str]) -> None:
     record = read_record(find_record(Path(given.pop("run"))))
     decide_by_configuration(record.header["about"].get("config", {}))
     anyway = given.pop("anyway", "false") == "true"
+    wanted = {name: given.pop(name) for name in DRAWING if name in given}
+    timelines = _recorded(record, wanted) if wanted else {}
     if given:
-        _what_if(record, given, anyway)
-    else:
+        _what_if(record, given, anyway, timelines)
+    elif not wanted:
         _replay(record, anyway)
+    if (svg := place(wanted)) is not None:
+        write(svg, picture(timelines, "{} of training"), "svg")
+        print(f"drawn: {svg}")
+
+
+def _recorded(record: Record, wanted: Mapping[str, str]) -> dict[str, Timeline]:
+    """The timeline of the run itself, by its title."""
+    from hybridtrain.recording.recorded_timeline import timeline_of
+
+    configured = record.header["about"].get("config", {}).get("strategy", {})
+    parts = [configured.get(part) for part in ("policy", "exchange")]
+    named = [_brief(part) for part in parts if part is not None] or [record.header["policy"]]
+    title = f"{', '.join(named)}, {record.n_workers} workers, as recorded"
+    return {title: timeline_of(record, float(wanted["at_s"]) if "at_s" in wanted else None)}
+
+
+def _brief(part: str | Mapping[str, object]) -> str:
+    """A part of a strategy with its options: ``backup:k=3``."""
+    if isinstance(part, str):
+        return part
+    options = (f":{key}={value}" for key, value in part.items() if key != "name" and value)
+    return str(part.get("name")) + "".join(options)
 
 
 def _replay(record: Record, anyway: bool) -> None:
@@ -73,7 +110,10 @@ def _replay(record: Record, anyway: bool) -> None:
         print("result   equal to the bit as far as the record goes; it ends before the run does")
 
 
-def _what_if(record: Record, given: Mapping[str, str], anyway: bool) -> None:
+def _what_if(
+    record: Record, given: Mapping[str, str], anyway: bool, timelines: dict[str, Timeline]
+) -> None:
+    """Try another policy; add its timeline, if there is one of the run."""
     from rich.console import Console
 
     from hybridtrain.cli.replay_run import asked_for, check_same, recorded, simulated, table
@@ -84,7 +124,11 @@ def _what_if(record: Record, given: Mapping[str, str], anyway: bool) -> None:
     courses = [recorded(record)]
     if not record.in_place:
         courses.append(simulated(record, {}, "simulated"))
-    courses.append(simulated(record, options, name))
+    timeline = None
+    for drawn in [*timelines.values()]:
+        timeline = Timeline(record.n_workers, drawn.begin_s)
+        timelines[f"{name}, in virtual time"] = timeline
+    courses.append(simulated(record, options, name, timeline))
     Console().print(table(courses))
 
 
@@ -99,6 +143,11 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         raise UserError("no run was given; say run=DIR, the directory of a run")
     if given.get("anyway", "true") not in ("true", "false"):
         raise UserError(f"anyway={given['anyway']} was given; it must be true or false")
+    for option, kind in DRAWING.items():
+        if option in given:
+            value = given[option] if kind is str else value_of(given[option])
+            check(option, value, kind, plain=True)
+    place(given)
     return given
 
 

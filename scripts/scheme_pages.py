@@ -1,18 +1,21 @@
-"""Bring the pages of docs/schemes up to date: tables of knobs, and pictures.
+"""Bring the pages of docs/schemes up to date: tables of knobs, timelines, and pictures.
 
     python scripts/scheme_pages.py [only=async,ssp] [pictures=false]
 
 A page's text is written by hand. Its table is what conf/strategy/NAME.yaml says, values and
-comments (a test compares them); its picture is one run in virtual time under the scheme and under
-hybrid. Takes two minutes.
+comments; its timeline is what the command below it draws (tests compare both). Its picture of the
+loss is one run in virtual time under the scheme and under hybrid; docs/dial.svg shows those runs of
+all schemes side by side. Takes two minutes; half of one without pictures of losses.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +23,10 @@ sys.path.insert(0, str(ROOT))
 
 from hybridtrain.errors import UserError  # noqa: E402
 from hybridtrain.report.charts import Series  # noqa: E402
+from hybridtrain.report.svg import document, rect, strokes, text  # noqa: E402
+from hybridtrain.report.timeline import picture  # noqa: E402
+from hybridtrain.schemes import SCHEMES  # noqa: E402
+from hybridtrain.server.timeline import Timeline  # noqa: E402
 from hybridtrain.simulate import SimulationRow, Way, parse, simulate  # noqa: E402
 from hybridtrain.updates.delay_tolerant import (  # noqa: E402
     AdaDelay,
@@ -30,6 +37,9 @@ from hybridtrain.util.arguments import command, options  # noqa: E402
 
 PAGES, ROWS = ROOT / "docs" / "schemes", ROOT / "conf" / "strategy"
 BEGIN, END = "<!-- knobs: scripts/scheme_pages.py -->", "<!-- end -->"
+DRAWN = "<!-- timeline: scripts/scheme_pages.py -->"
+DIAL = ROOT / "docs" / "dial.svg"
+FIGURES = ROOT / "docs" / "dial.json"
 UPDATES = {"adaptive_revision": AdaptiveRevision, "adadelay": AdaDelay, "async_ada_da": AsyncAdaDA}
 
 # How a scheme is simulated for its picture; else by its name alone. Where several workers update
@@ -56,6 +66,26 @@ RUN = (
     *("optimizer.lr=0.002", "workers=4", "compute=lognormal", "compute.mean_s=0.1", "slower.3=3"),
     *("network.latency_s=0.005", "network.bandwidth=5e6", "seconds=100"),
 )
+
+# The command that draws a scheme's timeline; else by the scheme's name alone.
+TIMELINES: dict[str, list[str]] = {
+    "async_diloco": ["strategy=async_diloco:every=4"],
+    "delay_tolerant": ["strategy=async", "update=adaptive_revision:lr=0.05"],
+    "diloco": ["strategy=diloco:every=4"],
+    "downpour": ["strategy=downpour:n_push=4:n_fetch=4"],
+    "easgd": ["strategy=easgd:every=4"],
+    "k_async": ["strategy=k_async:k=2"],
+    "k_batch_sync": ["strategy=k_batch_sync:k=2"],
+    "local_sgd": ["strategy=local_sgd:every=4"],
+    "ssp": ["strategy=ssp:lead=2"],
+    "streaming_diloco": ["strategy=streaming_diloco:every=6"],
+    "switch": ["strategy=switch:first=hybrid:then=async:at_update=2"],
+}
+EARLY = {"name": "movement", "every": {"then": 4, "at": 2}}
+TIMED_WAYS = {"post_local_sgd": Way("post_local_sgd", "hybrid", EARLY)}
+LEARNS = ("task=clusters", "data.passes=4")  # so the epoch does not end in the picture
+TIMED = ("workers=4", "slower.3=3", "compute=lognormal", "compute.sigma=0.2")
+DIAL_S = 50  # virtual seconds after which losses are compared
 
 
 # ---- tables -------------------------------------------------------------------------------------
@@ -98,11 +128,44 @@ def _of_row(name: str) -> list[str]:
     return rows
 
 
-def refreshed(text: str, name: str) -> str:
-    """A page with its table as it is now."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{knobs(name)}\n{END}{after}"
+def refreshed(page: str, name: str) -> str:
+    """A page with its table and the text of its timeline as they are now."""
+    return _between(_between(page, BEGIN, knobs(name)), DRAWN, timeline_text(name))
+
+
+def _between(page: str, begin: str, content: str) -> str:
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{content}\n{END}{rest.partition(END)[2]}"
+
+
+# ---- timelines ----------------------------------------------------------------------------------
+
+
+def timeline_command(name: str) -> list[str]:
+    """The arguments of the simulation whose timeline is drawn."""
+    own = TIMELINES.get(name, [f"strategy={name}"])
+    trains = name in SCHEMES or any(argument.startswith("update=") for argument in own)
+    task = LEARNS if trains else ()
+    return [*own, *TIMED, *task, f"seconds={24 if name in SCHEMES else 14}"]
+
+
+def timeline_text(name: str) -> str:
+    """What a page shows and says of it."""
+    said = f"`python -m hybridtrain.simulate {' '.join(timeline_command(name))} report=timeline`"
+    if name in TIMED_WAYS:
+        said = f"`scripts/scheme_pages.py`, with {EARLY['every']}"
+    shows = f"Timeline of four workers under {name}: computing, waiting, dropped, and updates"
+    return f"![{shows}]({name}.svg)\n\nWorker 3 takes three times as long ({said})."
+
+
+def timeline(name: str) -> str:
+    """The SVG file's text."""
+    plan, _ = parse(
+        timeline_command(name) if name not in TIMED_WAYS else [*TIMED, *LEARNS, "seconds=24"]
+    )
+    way, found = TIMED_WAYS.get(name, plan.strategies[0]), Timeline(plan.workers[0])
+    simulate(plan, way, plan.workers[0], found)
+    return picture({f"{way.label}, {plan.workers[0]} workers": found}, "virtual {}")
 
 
 # ---- pictures -----------------------------------------------------------------------------------
@@ -140,6 +203,78 @@ def smooth(points: Sequence[tuple[float, float]], width: int = 5) -> Series:
     return Series("", [at_s for at_s, _ in means], [loss for _, loss in means])
 
 
+# ---- the dial -----------------------------------------------------------------------------------
+
+Figures = Mapping[str, Mapping[str, float]]  # by scheme
+
+
+def figures_of(row: SimulationRow) -> dict[str, float]:
+    """What the dial shows of a run."""
+    line = smooth(row.loss)
+    loss = [y for x, y in zip(line.x, line.y, strict=True) if x <= DIAL_S][-1]
+    found = {"waits": row.waiting_share, "samples_per_s": row.samples_per_s, "loss": loss}
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+def dial(figures: Figures) -> str:
+    """Schemes from lock-step to free-running, with what they cost and come to."""
+    ranked = sorted(figures, key=lambda name: (-figures[name]["waits"], name))
+    height = 104 + 20 * len(ranked)
+    said = (
+        f"{name} waits {figures[name]['waits']:.0%}, {figures[name]['samples_per_s']:.0f} samples "
+        f"a second, loss {figures[name]['loss']:.3g}"
+        for name in ranked
+    )
+    parts = [
+        *_dial_heads(height),
+        *(part for n, name in enumerate(ranked) for part in _dial_row(figures, name, 62 + 20 * n)),
+    ]
+    return document(640, height, "From lock-step to free-running", "; ".join(said), parts)
+
+
+def _dial_heads(height: float) -> Iterator[str]:
+    yield text("ink bold", 8, 22, "lock-step: all wait for the slowest")
+    yield text("ink bold", 8, height - 28, "free-running: nobody waits")
+    yield strokes(
+        "dim",
+        [
+            (12, 34, 12, height - 46),
+            (8, height - 52, 12, height - 46),
+            (16, height - 52, 12, height - 46),
+        ],
+        1.5,
+    )
+    for x, head in zip(
+        COLUMNS, ("waits", "samples a second", f"loss after {DIAL_S} s"), strict=True
+    ):
+        yield text("dim", x, 44, head)
+    said = "four workers, one of them three times slower, in virtual time (scripts/scheme_pages.py)"
+    yield text("dim small", 8, height - 9, said)
+
+
+COLUMNS = (146, 306, 474)  # where they begin
+
+
+def _dial_row(figures: Figures, name: str, y: float) -> Iterator[str]:
+    own, (waits, samples, loss) = figures[name], COLUMNS
+    most = max(each["samples_per_s"] for each in figures.values())
+    losses = [each["loss"] for each in figures.values()]
+    place = math.log(own["loss"] / min(losses)) / math.log(max(losses) / min(losses))
+    yield text("ink", 24, y, name)
+    yield rect("waiting", waits, y - 7, max(90 * own["waits"], 1), 4)
+    yield text("dim small", waits + 94 * own["waits"] + 5, y - 1, f"{100 * own['waits']:.0f} %")
+    yield rect("computing", samples, y - 11, 100 * own["samples_per_s"] / most, 13)
+    yield text(
+        "dim small",
+        samples + 100 * own["samples_per_s"] / most + 5,
+        y - 1,
+        f"{own['samples_per_s']:.0f}",
+    )
+    yield strokes("faint", [(loss, y - 5, loss + 110, y - 5)])
+    yield rect("ink", loss + 110 * place - 3, y - 8, 6, 6, ' rx="3"')
+    yield text("dim small", loss + 120, y - 1, f"{own['loss']:.3g}")
+
+
 def run(arguments: Sequence[str]) -> None:
     given = options(arguments, ["only", "pictures"])
     names = sorted(page.stem for page in PAGES.glob("*.md"))
@@ -147,15 +282,23 @@ def run(arguments: Sequence[str]) -> None:
     for name in only:
         if name not in names:
             raise UserError(f"only={name} was given; known are {', '.join(names)}")
+    figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     hybrid = None
     for name in only:
         page = PAGES / f"{name}.md"
         page.write_text(refreshed(page.read_text(), name))
-        if given.get("pictures", "true") == "true" and name != "hybrid":
+        (PAGES / f"{name}.svg").write_text(timeline(name))
+        if given.get("pictures", "true") == "true":
             hybrid = hybrid or run_of("hybrid")
-            own = run_of(name)
-            draw(name, own, hybrid, PAGES / f"{name}.png")
+            own = hybrid if name == "hybrid" else run_of(name)
+            if name != "hybrid":
+                draw(name, own, hybrid, PAGES / f"{name}.png")
+            if name != "delay_tolerant":  # which is no scheme, but an update
+                figures[name] = figures_of(own)
             print(f"{name}: {own.loss[-1][1]:.3g} after {own.seconds:.0f} s")
+    if given.get("pictures", "true") == "true":
+        FIGURES.write_text(json.dumps(dict(sorted(figures.items())), indent=1) + "\n")
+        DIAL.write_text(dial(figures))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import scheme_pages
@@ -24,9 +26,42 @@ def test_a_page_has_the_options_as_they_are_and_a_small_picture(name: str) -> No
     text = (PAGES / f"{name}.md").read_text()
     assert scheme_pages.refreshed(text, name) == text, "python scripts/scheme_pages.py"
     assert "\n```\n" in text and "**When.**" in text
+    assert (PAGES / f"{name}.svg").stat().st_size <= 30_000
     if name != "hybrid":
         assert f"({name}.png)" in text
         assert (PAGES / f"{name}.png").stat().st_size <= 40_000
+
+
+OF_GRADIENTS = {name for name in NAMES if "task=clusters" in scheme_pages.timeline_command(name)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in OF_GRADIENTS - {"local_sgd"} else [])
+        for n in NAMES
+    ],
+)
+def test_a_timeline_is_what_its_command_draws(name: str) -> None:
+    drawn = (PAGES / f"{name}.svg").read_text()
+    assert scheme_pages.timeline(name) == drawn, f"python scripts/scheme_pages.py only={name}"
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+
+
+def test_the_dial_shows_every_scheme_with_its_figures() -> None:
+    figures = json.loads(scheme_pages.FIGURES.read_text())
+    assert set(figures) == set(NAMES) - {"delay_tolerant"}
+    assert scheme_pages.dial(figures) == scheme_pages.DIAL.read_text()
+    waits = {name: each["waits"] for name, each in figures.items()}
+    assert waits["synchronous"] > waits["hybrid"] > waits["ssp"] > 0.01 > waits["async"]
+
+
+@pytest.mark.slow
+def test_the_figures_of_the_dial_are_those_of_runs() -> None:
+    figures = json.loads(scheme_pages.FIGURES.read_text())
+    for name in ("hybrid", "async"):
+        now = scheme_pages.figures_of(scheme_pages.run_of(name))
+        assert now == pytest.approx(figures[name], rel=0.1)
 
 
 def test_the_table_has_values_and_comments_of_the_row() -> None:

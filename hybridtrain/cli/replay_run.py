@@ -33,6 +33,7 @@ from hybridtrain.lightning_package import own_name, with_present_targets
 from hybridtrain.recording import Record
 from hybridtrain.recording.replayer import Replayed
 from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run
+from hybridtrain.server.timeline import Timeline
 from hybridtrain.worlds.local.cleanup import vanishing_directory
 
 
@@ -285,12 +286,15 @@ def _spec(name: str, own: Mapping[str, str], former: Any) -> Any:
     return None if former is None else {**former, **parameters}
 
 
-def simulated(record: Record, options: Mapping[str, Any], name: str) -> RecordedCourse:
+def simulated(
+    record: Record, options: Mapping[str, Any], name: str, timeline: Timeline | None = None
+) -> RecordedCourse:
     """Train again in virtual time, each worker as fast as it was.
 
     Args:
         options: options of the strategy to change.
         name: for the table.
+        timeline: to be filled.
 
     Raises:
         UserError: if the run cannot be simulated with them.
@@ -303,7 +307,8 @@ def simulated(record: Record, options: Mapping[str, Any], name: str) -> Recorded
                 cfg.strategy[key] = value
 
         parts = rebuilt(record, folder, change=change)
-        stats = rehearse_fit(record, parts.trainer, parts.module, **fitting(record, parts))
+        given = fitting(record, parts)
+        stats = rehearse_fit(record, parts.trainer, parts.module, timeline, **given)
         return RecordedCourse(name, stats, metrics_of(parts.trainer))
 
 

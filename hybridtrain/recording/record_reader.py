@@ -24,6 +24,7 @@ from hybridtrain.recording.record_file import (
     TELLS,
     TITLE,
     TYPE,
+    UPDATED,
     VERSION,
     WOKE,
     Record,
@@ -243,7 +244,9 @@ def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) 
     Args:
         at: their positions in bytes.
     """
-    nobodys, pushes = ([n for n, k in enumerate(kinds) if k == name] for name in (WOKE, "Push"))
+    nobodys, pushes = (
+        [n for n, k in enumerate(kinds) if k in names] for names in ((WOKE, UPDATED), ("Push",))
+    )
     stranger = np.where(
         np.isin(events["kind"], nobodys), events["worker"] != NOBODY, events["worker"] >= n_workers
     )

@@ -48,14 +48,21 @@ from hybridtrain.protocol.messages import (
     name_of,
 )
 from hybridtrain.protocol.step_log import TOLD, StepLog
-from hybridtrain.recording.record_file import NOBODY, WOKE, Writer
+from hybridtrain.recording.record_file import (
+    DROPPED,
+    NOBODY,
+    OUTCOMES,
+    UPDATED,
+    WOKE,
+    Writer,
+)
 from hybridtrain.server.rounds import Replies, samples_of
 from hybridtrain.server.server import Server
 from hybridtrain.server.shared_parameters import step_log_of
 
 FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *NOTES))
-KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT, TOLD)
+KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT, TOLD, *OUTCOMES)
 UNRECORDED = ReadStats | GetState
 
 
@@ -124,8 +131,12 @@ class RecordingServer(Server):
             self._asked(event.worker, event.message, now_s)
         else:
             self._happened(event, now_s)
+        before = self.statistics.version
         replies = super()._on(event)
         self._answered(replies)
+        untold = message is None and self.workers_updates.one_by_one  # by a worker that is gone
+        if self._log is None or not (untold or isinstance(message, MadeStep)):  # these are recorded
+            self._updated(self.statistics.version - before)
         if self._log is not None:
             self._log.skip(self.version)
         if self.store is not None and replies:
@@ -209,6 +220,12 @@ class RecordingServer(Server):
         for worker, reply in replies:
             if isinstance(reply, Answer):  # news also reach workers that compute or wait
                 self._own.goes_on(worker, now_s, fresh=isinstance(reply, Released | Done))
+            if isinstance(reply, Released) and not reply.counted:
+                self._writer.event(DROPPED, worker, 0, self._stamp.at_s, 0.0, 0.0)
+
+    def _updated(self, times: int) -> None:
+        for _ in range(times):
+            self._writer.event(UPDATED, NOBODY, 0, self._stamp.at_s, 0.0, 0.0)
 
 
 class OwnTime:

@@ -16,7 +16,7 @@ from hybridtrain.protocol.checksums import GradientRows, checksum_of, checksum_o
 from hybridtrain.protocol.events import Completed, Event, Received, Removed, TimerExpired
 from hybridtrain.protocol.messages import Described, Install, Note, Request, Stopped
 from hybridtrain.protocol.step_log import MADE
-from hybridtrain.recording.record_file import NOBODY, WOKE, Record, RecordEvent
+from hybridtrain.recording.record_file import NOBODY, OUTCOMES, WOKE, Record, RecordEvent
 from hybridtrain.recording.recorder import BROKEN, FINISHED, LEFT, LOST, Stamp, ending, kind_of
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended
@@ -72,7 +72,8 @@ class Replayer:
         self._check_data = check_data
         self._due: dict[int, deque[str]] = defaultdict(deque)  # the kinds of each worker's events
         for event in record.events():
-            self._due[event.worker].append(MADE if event.made else event.kind)
+            if event.kind not in OUTCOMES:
+                self._due[event.worker].append(MADE if event.made else event.kind)
         self._world = ThreadWorld(
             server, record.n_workers, int(record.header["threads"]), self._next_kind, cells
         )
@@ -87,11 +88,8 @@ class Replayer:
         try:
             for event in self._record.events():
                 self._stamp.at_s = event.at_s
-                if event.made:
-                    self._make_again(event)
-                else:
-                    self._hand_over(event)
-                self._due[event.worker].popleft()
+                if event.kind not in OUTCOMES:
+                    self._repeat(event)
                 done += 1
             parted = self._compare_ends()
         except _Parted as difference:
@@ -112,6 +110,13 @@ class Replayer:
     def _updates(self) -> int:
         self._server.workers_updates.look()
         return self._server.version - self._server.statistics.first_version
+
+    def _repeat(self, event: RecordEvent) -> None:
+        if event.made:
+            self._make_again(event)
+        else:
+            self._hand_over(event)
+        self._due[event.worker].popleft()
 
     def _hand_over(self, event: RecordEvent) -> None:
         """The server receives the event."""

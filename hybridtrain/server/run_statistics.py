@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridtrain.policies.bounded_staleness import StepCounts
 from hybridtrain.protocol.shared_round import MadeRounds
+from hybridtrain.server.timeline import Timeline
 
 
 @dataclass(slots=True)
@@ -39,10 +40,12 @@ class RunStatistics:
     Args:
         n_workers: W.
         clock: seconds from any origin.
+        timeline: each interval that is counted is added to it.
     """
 
     n_workers: int
     clock: Callable[[], float]
+    timeline: Timeline | None = None
     version: int = 0
     first_version: int = 0
     samples: float = 0.0
@@ -88,8 +91,7 @@ class RunStatistics:
         ``fault``: why it had to leave its contribution out, if so.
         """
         account, now = self._accounts[worker], self._now_s()
-        if account.released_at_s is not None:
-            account.computing_s += now - account.released_at_s
+        self._count_computing(worker, account, now, pushed=True)
         account.released_at_s, account.pushed_at_s = (None, now) if waits else (now, None)
         account.samples += weight
         account.pushes += 1
@@ -102,10 +104,22 @@ class RunStatistics:
         if lead > account.lead:
             account.lead = lead
 
+    def _count_computing(self, worker: int, account: _Worker, now: float, pushed: bool) -> None:
+        if (begin_s := account.released_at_s) is not None:
+            account.computing_s += now - begin_s
+            if self.timeline is not None:
+                self.timeline.computed(worker, begin_s, now, pushed)
+
     def waits(self, worker: int) -> None:
         """The worker waits for its turn to begin a mini-batch."""
         account = self._accounts[worker]
         account.released_at_s, account.pushed_at_s = None, self._now_s()
+
+    def awaits(self, worker: int) -> None:
+        """The worker, which has computed on after a push, now waits for the answer."""
+        account, now = self._accounts[worker], self._now_s()
+        self._count_computing(worker, account, now, pushed=False)
+        account.released_at_s, account.pushed_at_s = None, now
 
     def dropped(self, worker: int, weight: float) -> None:
         """The worker's last push, of ``weight`` samples, does not count."""
@@ -113,6 +127,8 @@ class RunStatistics:
         account.dropped += 1
         account.samples -= weight
         self.samples -= weight
+        if self.timeline is not None:
+            self.timeline.dropped(worker)
 
     def age(self, worker: int) -> int:
         """The number of updates since the worker has read the parameters."""
@@ -127,6 +143,8 @@ class RunStatistics:
             self.ages[age] += 1
         self.version += 1
         self._training_s = self._now_s()
+        if self.timeline is not None:
+            self.timeline.updated(self._training_s)
 
     def made_together(self, made: MadeRounds) -> None:
         """Count rounds that the workers completed without the server."""
@@ -151,16 +169,26 @@ class RunStatistics:
     def released(self, worker: int, reads: bool = True) -> None:
         """The worker continues; with ``reads``, from the current version."""
         account, now = self._accounts[worker], self._now_s()
-        if account.released_at_s is not None:
-            account.computing_s += now - account.released_at_s
+        self._count_computing(worker, account, now, pushed=False)
         if account.pushed_at_s is not None:
             waited_s = now - account.pushed_at_s
             account.waiting_s += waited_s
+            if self.timeline is not None:
+                self.timeline.waited(worker, account.pushed_at_s, now)
             if self._last != worker:
                 self._accounts[self._last].awaited_s += waited_s
         account.released_at_s, account.pushed_at_s = now, None
         if reads:
             account.read_version = self.version
+
+    def end_timeline(self, now: float) -> None:
+        """Add what the workers do until ``now``, which is not counted yet."""
+        assert self.timeline is not None, "there is one"
+        for worker, account in enumerate(self._accounts):
+            if account.released_at_s is not None:
+                self.timeline.computed(worker, account.released_at_s, now)
+            elif account.pushed_at_s is not None:
+                self.timeline.waited(worker, account.pushed_at_s, now)
 
     def left(self, worker: int) -> None:
         """The worker is gone: it neither computes nor waits."""
@@ -170,6 +198,8 @@ class RunStatistics:
     def idle(self, worker: int) -> None:
         """From now on the worker neither computes nor waits."""
         self._accounts[worker].released_at_s = self._accounts[worker].pushed_at_s = None
+        if self.timeline is not None:
+            self.timeline.left(worker)
 
     def comes(self, worker: int) -> None:
         """The worker is back, and computes from now."""

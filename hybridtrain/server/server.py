@@ -77,6 +77,7 @@ from hybridtrain.server.rounds import Replies, Rounds
 from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.server.shared_parameters import shared_store
 from hybridtrain.server.stop_requests import StopRequests
+from hybridtrain.server.timeline import Timeline
 from hybridtrain.server.workers_updates import WorkersUpdates
 from hybridtrain.updates import OptimizerFailed, Optimizers, load_updates
 from hybridtrain.updates.staleness import Correction
@@ -97,6 +98,7 @@ class Server:
         correction: of late gradients, if any.
         exchange: what workers push; by default that of the policy.
         merge: the user's rule in place of the mean of gradients.
+        timeline: to be filled.
 
     Raises:
         UserError: if policy and exchange contradict each other.
@@ -111,13 +113,14 @@ class Server:
         correction: Correction | None = None,
         exchange: Exchange | None = None,
         merge: MergeRule | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.policy, self._merge = policy, merge
         exchange = exchange or exchange_of(policy)
         self.requirements = wants = combine(policy, exchange, n_workers)
         if merge is not None:
             check_rule(merge, policy, wants.gathers, wants.holds)
-        self.statistics = RunStatistics(n_workers, clock)
+        self.statistics = RunStatistics(n_workers, clock, timeline)
         self.failure: BaseException | None = None  # raised by an optimizer
         members = self._members = set(range(n_workers))
         self._meeting: Barrier[Request] = Barrier(set(self._members))

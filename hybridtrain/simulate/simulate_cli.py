@@ -66,6 +66,9 @@ What is trained (default: nothing, only time passes):
 
 What to write:
   json=FILE           the figures
+  report=timeline     a picture: when each worker computes, waits or is dropped, and the updates; it
+                      ends with the sixteenth contribution of the fastest worker
+  svg=FILE            where to draw it (default timeline.svg)
   html=FILE           a page with all of it and drawings, for a browser, that needs nothing else
                       (needs matplotlib, extra `report`)
 """
@@ -82,6 +85,8 @@ from rich.table import Table
 from hybridtrain.report import charts, page
 from hybridtrain.report.charts import Series
 from hybridtrain.report.page import Part, write
+from hybridtrain.report.timeline import picture
+from hybridtrain.server.timeline import Timeline
 from hybridtrain.simulate.simulate_options import parse
 from hybridtrain.simulate.simulations import SimulationRow, simulate
 from hybridtrain.util.arguments import command
@@ -91,18 +96,24 @@ def run(arguments: Sequence[str]) -> None:
     """Simulate every strategy with every number of workers; print and write the figures."""
     plan, files = parse(arguments)
     console = Console()
-    rows = []
+    rows, timelines = list[SimulationRow](), dict[str, Timeline]()
     with console.status("") as status:
         for workers in plan.workers:
             for way in plan.strategies:
                 status.update(f"{way.label}, {workers} workers")
-                rows.append(simulate(plan, way, workers))
+                timeline = Timeline(workers) if "svg" in files else None
+                rows.append(simulate(plan, way, workers, timeline))
+                if timeline is not None:
+                    several = "" if workers == 1 else "s"
+                    timelines[f"{way.label}, {workers:,} worker{several}"] = timeline
     console.print(table(rows))
     speeds = sorted(row.events_per_s for row in rows)
     console.print(f"{speeds[0]:,.0f} to {speeds[-1]:,.0f} mini-batches simulated per second")
     if "json" in files:
         text = json.dumps([asdict(row) for row in rows], indent=2)
         write(files["json"], text + "\n", "json")
+    if "svg" in files:
+        write(files["svg"], picture(timelines, "virtual {}"), "svg")
     if "html" in files:
         write(files["html"], page_of(rows, arguments), "html")
 

@@ -12,6 +12,7 @@ from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Visits
 from hybridtrain.recording import service_times
+from hybridtrain.report.timeline import REPORT, place
 from hybridtrain.schemes import SCHEMES
 from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
 from hybridtrain.updates.named import make_update
@@ -35,6 +36,7 @@ _TEXTS = ("strategy", "compute", "from", "script", "correction", "exchange", "up
 _Time = Annotated[float, Range(0, open="(", infinite=True)]
 OPTIONS: dict[str, Any] = {
     **dict.fromkeys(_TEXTS, str),
+    **REPORT,
     **dict.fromkeys(("workers", "batch_size", "mini_batches"), Positive),
     **dict.fromkeys(("data_shards", "data_visit"), Positive),
     **dict.fromkeys(("seed", "parameters"), Natural),
@@ -51,7 +53,7 @@ Given = Mapping[str, Any]
 
 
 def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
-    """The plan, and the paths of the files to write: ``json`` and ``html``.
+    """The plan, and the paths of the files to write: ``json``, ``html`` and ``svg``.
 
     Raises:
         UserError: naming the option, its valid values, and the closest one.
@@ -76,7 +78,8 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
         seconds=given.get("seconds", math.inf),
         seed=given.get("seed", 0),
     )
-    return plan, {name: Path(given[name]) for name in FILES if name in given}
+    files = {name: Path(given[name]) for name in FILES if name in given}
+    return plan, files if (svg := place(given)) is None else files | {"svg": svg}
 
 
 def _is_training(argument: str) -> bool:

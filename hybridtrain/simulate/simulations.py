@@ -14,6 +14,7 @@ from typing import Any
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import ExchangeSpec, make_exchange
 from hybridtrain.policies import make_policy
+from hybridtrain.server.timeline import Timeline
 from hybridtrain.updates.named import UpdateSpec, make_update
 from hybridtrain.updates.staleness import CorrectionSpec, make_correction
 from hybridtrain.worlds.virtual.network import Conditions
@@ -88,8 +89,10 @@ class SimulationRow:
     loss_over_bytes: list[tuple[float, float]] = field(default_factory=list)  # (bytes, mean loss)
 
 
-def simulate(plan: SimulationPlan, way: Way, workers: int) -> SimulationRow:
-    """Simulate one run of the plan.
+def simulate(
+    plan: SimulationPlan, way: Way, workers: int, timeline: Timeline | None = None
+) -> SimulationRow:
+    """Simulate one run of the plan, and fill the timeline.
 
     Raises:
         UserError: if the policy does not fit this number of workers, or the plan names a worker
@@ -101,12 +104,14 @@ def simulate(plan: SimulationPlan, way: Way, workers: int) -> SimulationRow:
                 f"slower.{worker} was given, but {workers} workers have the numbers 0 to "
                 f"{workers - 1}"
             )
-    world, epochs = _world(plan, way, workers)
+    world, epochs = _world(plan, way, workers, timeline)
     mini_batches = math.inf if plan.mini_batches is None else plan.mini_batches
     with _unswept():
         began = time.process_time()
         world.run(until_s=plan.seconds, mini_batches=mini_batches, epochs=epochs)
         took_s = time.process_time() - began
+    if timeline is not None:
+        world.server.statistics.end_timeline(min(plan.seconds, world.next_s))
     return _row(plan, way, world, took_s)
 
 
@@ -120,10 +125,19 @@ def _unswept() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _world(plan: SimulationPlan, way: Way, workers: int) -> tuple[VirtualWorld, float]:
+def _world(
+    plan: SimulationPlan, way: Way, workers: int, timeline: Timeline | None
+) -> tuple[VirtualWorld, float]:
     """The world of one run, and the number of epochs to simulate."""
+    policy = make_policy(way.given)
     make = partial(
-        VirtualWorld, make_policy(way.given), workers, plan.times, plan.batch_size, plan.seed
+        VirtualWorld,
+        policy,
+        workers,
+        plan.times,
+        plan.batch_size,
+        plan.seed,
+        timeline=timeline,
     )
     if plan.train is None:
         if way.exchange is not None:

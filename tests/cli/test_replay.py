@@ -96,6 +96,45 @@ def test_a_run_that_went_on_from_a_kept_checkpoint_is_replayed(
     assert contents(Path("run")) == before
 
 
+def test_a_run_is_drawn_from_its_record_and_another_policy_below(
+    replay: Replay, run_once: Path
+) -> None:
+    before = contents(run_once)
+    result = replay(f"run={run_once}", "report=timeline")
+    assert (result.code, result.out) == (0, "drawn: timeline.svg\n")
+    alone = Path("timeline.svg").read_text()
+    assert "2 workers, as recorded" in alone and "worker 1" in alone
+    result = replay(f"run={run_once}", "report=timeline", "svg=both.svg", "policy=ssp", "at_s=0")
+    assert result.code == 0 and "simulated" in result.out
+    both = Path("both.svg").read_text()
+    assert "as recorded" in both and ">policy=ssp, in virtual time<" in both
+    assert contents(run_once) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["report=gantt"], "report=gantt was given; it must be timeline"),
+        (["svg=x.svg"], "svg=x.svg was given without report=timeline"),
+        (["at_s=3"], "at_s=3 was given without report=timeline"),
+        (["report=timeline", "at_s=-1"], "at_s=-1 was given; it must be a number from 0 on"),
+        (["report=timeline", "at_s=1e6"], "no worker has handed over anything from second 1e+06"),
+        (["report=timeline", "svg=none/x.svg"], "svg=none/x.svg could not be written"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_one_line(
+    replay: Replay, run_once: Path, arguments: list[str], line: str
+) -> None:
+    result = replay(f"run={run_once}", *arguments)
+    assert result.code == 2 and line in result.complaint
+
+
+def test_a_run_without_a_record_cannot_be_drawn(replay: Replay) -> None:
+    Path("empty").mkdir()
+    result = replay("run=empty", "report=timeline")
+    assert result.code == 2 and "there is no record in it" in result.complaint
+
+
 def test_a_record_that_was_cut_short_is_replayed_as_far_as_it_goes(
     command: Command, replay: Replay
 ) -> None:

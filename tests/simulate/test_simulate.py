@@ -102,6 +102,12 @@ def test_ten_thousand_workers_are_no_trouble() -> None:
         (["slower.x=2"], "slower.W=x was given"),
         (["hello"], "'hello' was given"),
         (["plot=figures.png"], "'plot=figures.png' was given"),
+        (["report=timelien"], "report=timelien was given (did you mean timeline?)"),
+        (["svg=x.svg"], "svg=x.svg was given without report=timeline"),
+        (
+            ["report=timeline", "svg=none/x.svg", "mini_batches=10"],
+            "svg=none/x.svg could not be written",
+        ),
     ],
 )
 def test_bad_input_is_one_line_on_standard_error(

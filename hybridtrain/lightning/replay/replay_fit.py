@@ -32,6 +32,7 @@ from hybridtrain.recording.recorder import Stamp
 from hybridtrain.recording.replayer import Replayed, Replayer
 from hybridtrain.recording.virtual_rerun import Rehearsal
 from hybridtrain.server.server import Server
+from hybridtrain.server.timeline import Timeline
 from hybridtrain.worlds.in_process import Body, Cell
 from hybridtrain.worlds.local.cpu_scheduling import one_thread
 from hybridtrain.worlds.virtual.service_times import Measured
@@ -50,14 +51,16 @@ class InProcessRunner(Generic[T]):
         record: of the run.
         run: lets the bodies of the workers run with a server and its clock; returns the outcome and
             their results (none if they did not finish).
+        timeline: to be filled.
     """
 
     def __init__(
         self,
         record: Record,
         run: Callable[[Server, Stamp, Sequence[Body]], tuple[T, list[Any]]],
+        timeline: Timeline | None = None,
     ) -> None:
-        self.record, self._run = record, run
+        self.record, self._run, self._timeline = record, run, timeline
         self.outcome: T | None = None
         self.error: BaseException | None = None
 
@@ -75,7 +78,8 @@ class InProcessRunner(Generic[T]):
         try:
             bodies = [body(_copied(job)) for _ in range(self.record.n_workers)]
             stamp, threads = Stamp(), int(self.record.header["server_threads"])
-            server = make_server(strategy, threads, partial(Server, clock=stamp))
+            kind = partial(Server, clock=stamp, timeline=self._timeline)
+            server = make_server(strategy, threads, kind)
             try:
                 with one_thread():
                     self.outcome, results = self._run(server, stamp, bodies)
@@ -231,7 +235,11 @@ def changed_versions(record: Record) -> list[str]:
 
 
 def rehearse_fit(
-    record: Record, trainer: pl.Trainer, module: pl.LightningModule, **options: Any
+    record: Record,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    timeline: Timeline | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train with workers as fast as the record's; the result is :meth:`RunStatistics.stats`.
 
@@ -239,13 +247,15 @@ def rehearse_fit(
         record: of a run with as many workers.
         trainer: with a ``HybridStrategy`` of any policy.
         module: to be trained.
+        timeline: to be filled.
         **options: as for ``fit``.
 
     Raises:
         UserError: if policy or exchange cannot be simulated, or the record says too little.
     """
     _check_times(record, context_of(trainer))
-    return InProcessRunner(record, partial(_what_if, record)).fit(trainer, module, **options)
+    runner = InProcessRunner(record, partial(_what_if, record), timeline)
+    return runner.fit(trainer, module, **options)
 
 
 def _what_if(

@@ -38,6 +38,7 @@ from hybridtrain.protocol.messages import (
 )
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
+from hybridtrain.server.timeline import Timeline
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
 from hybridtrain.worlds.virtual.epoch_source import register_workers
@@ -189,6 +190,7 @@ class VirtualWorld:
         correction: of stale gradients.
         exchange: by default the policy's.
         update: the masters' optimizer; by default the exchange's.
+        timeline: to be filled.
 
     Raises:
         UserError: if the policy or the script makes no sense for so many workers.
@@ -207,7 +209,9 @@ class VirtualWorld:
         correction: Correction | None = None,
         exchange: Exchange | None = None,
         update: NamedUpdate | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline
         self.now_s = self._heard_s = 0.0  # and the time of the server's last event
         self.events = 0  # gradients that have reached the server
         self.epochs = 0  # completed by all workers
@@ -219,7 +223,7 @@ class VirtualWorld:
         self._under = conditions or Conditions()
         merge = None if update is None else update.merge
         self.server = Server(
-            policy, n_workers, 1, self._clock, correction, exchange=exchange, merge=merge
+            policy, n_workers, 1, self._clock, correction, exchange, merge, timeline
         )
         self._contribution = GradientPush(0, float(batch_size))
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]
@@ -279,11 +283,13 @@ class VirtualWorld:
         while self._version < updates and self.epochs < epochs:
             if self.events >= mini_batches and self._version:
                 return
-            if until_s != math.inf and self._next_s() > until_s:
+            if until_s != math.inf and self.next_s > until_s:
                 return
             self._step()
 
-    def _next_s(self) -> float:
+    @property
+    def next_s(self) -> float:
+        """The time of the next event, until which nothing changes."""
         due_s = self._due[0][0] if self._due else math.inf
         return min(self._wake_s, due_s)
 
@@ -374,7 +380,9 @@ class VirtualWorld:
     ) -> None:
         """The worker sends its push, if any, and continues if it can."""
         if isinstance(made, Await):
-            if not self._on_its_own.awaits(worker):
+            if self._on_its_own.awaits(worker):
+                self.server.statistics.awaits(worker)
+            else:
                 self._take(worker)
             return
         if made is not None:
@@ -434,6 +442,8 @@ class VirtualWorld:
             if loss is not None:
                 self.curve.add(self.now_s, loss, self.server.statistics.sent_bytes)
         self.events += self._alone
+        if self._alone and self._timeline is not None:
+            self._timeline.stepped(worker, self.now_s)
         self._leaves(worker, made, self.now_s, at_once=self._direct)
 
     def _say(self, worker: int, said: Push | Begin | Gather, at_s: float) -> None:
@@ -545,3 +555,5 @@ class VirtualWorld:
             del self._read[worker]
             self._links.forget(worker)
             self._on(Admitted(worker))
+            if self._timeline is not None:
+                self._timeline.interrupted(worker, self.now_s)

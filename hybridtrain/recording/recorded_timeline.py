@@ -1,0 +1,137 @@
+"""The timeline of a recorded run, made of the times in its record; nothing is computed again.
+
+Theory of operation. Each request's cell says when it came and how long its worker had computed
+since its release, without waiting and validation. So the worker has computed just before, and
+waited before that. Workers that make updates one by one never wait. Where they make the updates of
+rounds, a cell may have a later time than its push, so a worker computes from the begin of the round
+on. Times are of training: validation takes none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridtrain.protocol.messages import (
+    Average,
+    Begin,
+    Gather,
+    Install,
+    Paused,
+    Pull,
+    Push,
+    Resumed,
+)
+from hybridtrain.recording.record_file import DROPPED, UPDATED, Record, RecordEvent
+from hybridtrain.server.timeline import Doing, Timeline
+
+_PUSH, _PAUSED, _RESUMED = Push.__name__, Paused.__name__, Resumed.__name__
+_FRESH = (_PUSH, Begin.__name__, Pull.__name__)  # computing is counted anew after their answer
+_ENDS = (*_FRESH, Average.__name__, Gather.__name__)  # of a bar; the others are quick
+
+
+@dataclass(slots=True)
+class _Worker:
+    """The end of the last bar, and how long the worker had computed since its release."""
+
+    since_s: float = 0.0
+    own_s: float = 0.0
+
+
+def timeline_of(record: Record, begin_s: float | None = None) -> Timeline:
+    """What the workers of a recorded run did, and when.
+
+    Args:
+        begin_s: seconds of training; default: when each worker has pushed once, as first steps
+            take longer.
+    """
+    if begin_s is not None:
+        return _read(record, begin_s)
+    found, firsts = _read(record, 0.0), dict[int, float]()
+    for bar in found.bars:
+        if bar.doing is not Doing.WAITING:
+            firsts.setdefault(bar.worker, bar.end_s)
+    if len(firsts) < record.n_workers or (latest_s := max(firsts.values())) >= found.end_s:
+        return found
+    return _read(record, latest_s)
+
+
+def _read(record: Record, begin_s: float) -> Timeline:
+    reading = _Reading(record, begin_s)
+    for event, own_s in zip(record.events(), record.cells["own_s"].tolist(), strict=True):
+        if event.at_s >= reading.begin_s:
+            reading.take(event, own_s)
+    return reading.timeline
+
+
+class _Reading:
+    """Reads events from the begin of training on."""
+
+    def __init__(self, record: Record, begin_s: float) -> None:
+        pushes, installs = record.of_kind(_PUSH), record.of_kind(Install.__name__)["at_s"]
+        complete = UPDATED in record.kinds or bool(pushes["made"].all())
+        self.timeline = Timeline(record.n_workers, begin_s, complete=complete)
+        self.begin_s = float(max(installs, default=0.0))
+        self._in_place = record.in_place
+        whole_rounds = record.header["requirements"].get("whole_rounds", True)
+        self._per_update = record.n_workers if whole_rounds else 1
+        self._workers = [_Worker() for _ in range(record.n_workers)]
+        self._round: list[tuple[int, float]] = []  # workers that have come, and their computing
+        self._round_s = 0.0  # its begin
+        self._paused_s = 0.0
+        self._paused_at_s: float | None = None
+
+    def take(self, event: RecordEvent, own_s: float) -> None:
+        """Add what the next event shows."""
+        now_s, kind = self._training_s(event.at_s), event.kind
+        if kind == _PAUSED and self._paused_at_s is None:
+            self._paused_at_s = event.at_s
+        elif kind == _RESUMED and self._paused_at_s is not None:
+            self._paused_s += event.at_s - self._paused_at_s
+            self._paused_at_s = None
+        elif kind == UPDATED:
+            self._updated(now_s)
+        elif kind == DROPPED:
+            self.timeline.dropped(event.worker)
+        elif event.made:
+            self._made(event.worker, own_s, now_s)
+        elif kind in _ENDS:
+            self._ended(event.worker, kind, own_s, now_s)
+
+    def _training_s(self, at_s: float) -> float:
+        now_s = at_s if self._paused_at_s is None else self._paused_at_s
+        return now_s - self._paused_s - self.begin_s
+
+    def _updated(self, now_s: float) -> None:
+        self.timeline.updated(now_s)
+        self._round_s = now_s
+
+    def _ended(self, number: int, kind: str, own_s: float, now_s: float) -> None:
+        """The worker has waited, then computed until now."""
+        worker = self._workers[number]
+        computing_s = now_s if self._in_place else max(0.0, own_s - worker.own_s)
+        self._add(number, max(worker.since_s, now_s - computing_s), now_s, now_s)
+        worker.own_s = 0.0 if kind in _FRESH else own_s
+
+    def _made(self, number: int, own_s: float, now_s: float) -> None:
+        """The push is part of an update that workers have made."""
+        self._round.append((number, own_s))
+        if len(self._round) < self._per_update:
+            return
+        for each, computing_s in self._round:
+            worker = self._workers[each]
+            if self._per_update == 1:
+                self._add(each, worker.since_s, now_s, now_s)
+            else:
+                begin_s = max(worker.since_s, min(self._round_s, now_s - computing_s))
+                self._add(each, begin_s, min(begin_s + computing_s, now_s), now_s)
+            worker.own_s = 0.0
+        self._round.clear()
+        self._updated(now_s)
+
+    def _add(self, number: int, begin_s: float, end_s: float, until_s: float) -> None:
+        """The worker waits until ``begin_s``, computes, and waits again from ``end_s`` on."""
+        worker = self._workers[number]
+        self.timeline.waited(number, worker.since_s, begin_s)
+        self.timeline.computed(number, begin_s, end_s)
+        self.timeline.waited(number, end_s, until_s)
+        worker.since_s = until_s
