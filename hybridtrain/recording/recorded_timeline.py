@@ -3,12 +3,13 @@
 Theory of operation. Each request's cell says when it came and how long its worker had computed
 since its release, without waiting and validation. So the worker has computed just before, and
 waited before that. Workers that make updates one by one never wait. Where they make the updates of
-rounds, a cell may have a later time than its push, so a worker computes from the begin of the round
-on. Times are of training: validation takes none.
+rounds, the cell of a worker that was sooner than the one before it has that one's time, so both
+begin together. Times are of training: validation takes none.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hybridtrain.protocol.messages import (
@@ -75,8 +76,8 @@ class _Reading:
         whole_rounds = record.header["requirements"].get("whole_rounds", True)
         self._per_update = record.n_workers if whole_rounds else 1
         self._workers = [_Worker() for _ in range(record.n_workers)]
-        self._round: list[tuple[int, float]] = []  # workers that have come, and their computing
-        self._round_s = 0.0  # its begin
+        # The workers that have come: number, begin, end and length of their computing.
+        self._round: list[tuple[int, float, float, float]] = []
         self._paused_s = 0.0
         self._paused_at_s: float | None = None
 
@@ -89,7 +90,7 @@ class _Reading:
             self._paused_s += event.at_s - self._paused_at_s
             self._paused_at_s = None
         elif kind == UPDATED:
-            self._updated(now_s)
+            self.timeline.updated(now_s)
         elif kind == DROPPED:
             self.timeline.dropped(event.worker)
         elif event.made:
@@ -101,10 +102,6 @@ class _Reading:
         now_s = at_s if self._paused_at_s is None else self._paused_at_s
         return now_s - self._paused_s - self.begin_s
 
-    def _updated(self, now_s: float) -> None:
-        self.timeline.updated(now_s)
-        self._round_s = now_s
-
     def _ended(self, number: int, kind: str, own_s: float, now_s: float) -> None:
         """The worker has waited, then computed until now."""
         worker = self._workers[number]
@@ -114,19 +111,18 @@ class _Reading:
 
     def _made(self, number: int, own_s: float, now_s: float) -> None:
         """The push is part of an update that workers have made."""
-        self._round.append((number, own_s))
-        if len(self._round) < self._per_update:
+        if self._per_update == 1:
+            self._add(number, self._workers[number].since_s, now_s, now_s)
+            self.timeline.updated(now_s)
             return
-        for each, computing_s in self._round:
-            worker = self._workers[each]
-            if self._per_update == 1:
-                self._add(each, worker.since_s, now_s, now_s)
-            else:
-                begin_s = max(worker.since_s, min(self._round_s, now_s - computing_s))
+        latest_s = self._round[-1][2] if self._round else -math.inf
+        begin_s = now_s - own_s if now_s > latest_s else min(now_s - own_s, self._round[0][1])
+        self._round.append((number, max(begin_s, self._workers[number].since_s), now_s, own_s))
+        if len(self._round) == self._per_update:
+            for each, begin_s, _, computing_s in self._round:
                 self._add(each, begin_s, min(begin_s + computing_s, now_s), now_s)
-            worker.own_s = 0.0
-        self._round.clear()
-        self._updated(now_s)
+            self._round.clear()
+            self.timeline.updated(now_s)
 
     def _add(self, number: int, begin_s: float, end_s: float, until_s: float) -> None:
         """The worker waits until ``begin_s``, computes, and waits again from ``end_s`` on."""
@@ -134,4 +130,4 @@ class _Reading:
         self.timeline.waited(number, worker.since_s, begin_s)
         self.timeline.computed(number, begin_s, end_s)
         self.timeline.waited(number, end_s, until_s)
-        worker.since_s = until_s
+        worker.since_s, worker.own_s = until_s, 0.0
