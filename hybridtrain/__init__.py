@@ -18,11 +18,12 @@ from hybridtrain.lightning_package import decide_by_environment
 from hybridtrain.registration import register_strategies
 
 if TYPE_CHECKING:
+    from hybridtrain.cli.telemetry.progress import PlainProgress
     from hybridtrain.lightning.step_profiler import StepProfiler
     from hybridtrain.lightning.strategy import HybridStrategy
 
 __version__ = "0.1.0"
-__all__ = ["HybridStrategy", "StepProfiler", "__version__"]
+__all__ = ["HybridStrategy", "PlainProgress", "StepProfiler", "__version__"]
 
 register_strategies()
 decide_by_environment()
@@ -30,12 +31,13 @@ decide_by_environment()
 
 _LATER = {
     "HybridStrategy": "hybridtrain.lightning.strategy",
+    "PlainProgress": "hybridtrain.cli.telemetry.progress",
     "StepProfiler": "hybridtrain.lightning.step_profiler",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """``hybridtrain.HybridStrategy`` and ``StepProfiler``, imported when they are asked for."""
+    """``hybridtrain.HybridStrategy`` and the others, imported when they are asked for."""
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

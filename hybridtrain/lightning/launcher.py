@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -94,6 +95,21 @@ class HybridLauncher(Launcher):
             job = _Job(trainer, function, args, kwargs, None, [])
             strategy.faults.begin(trainer, strategy.world_size, rehearses=True)
             return self._play(strategy.recording.instead, job)
+        try:
+            return self._train(trainer, function, args, kwargs)
+        except BaseException as error:
+            clear_frames_of(error)
+            raise
+
+    def _train(
+        self,
+        trainer: pl.Trainer,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run ``function`` in worker processes; return worker 0's result."""
+        strategy = self._strategy
         start_method = resolve_start_method(strategy.start_method)
         check_all(strategy, trainer)
         strategy.faults.begin(trainer, strategy.world_size)
@@ -150,6 +166,16 @@ class HybridLauncher(Launcher):
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent sees the signal itself, and sends ``Stop`` to its workers."""
+
+
+def clear_frames_of(error: BaseException | None) -> None:
+    """Clear the variables of the frames that an exception has left.
+
+    A notebook keeps the last exception, and with it would keep the run's shared memory.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__ or error.__cause__
 
 
 def serving(

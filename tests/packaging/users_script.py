@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytorch_lightning as pl
 
 import hybridtrain
-from hybridtrain import HybridStrategy, StepProfiler
+from hybridtrain import HybridStrategy, PlainProgress, StepProfiler
 from hybridtrain.exchanges import Await, Exchange, Leaving, Local, LocalExchange, Offer
 from hybridtrain.policies import (
     Accumulate,
@@ -57,6 +57,8 @@ KINDS: tuple[type[Offer], type[Await]] = (Offer, Await)
 def main() -> str:
     """Make a trainer with a policy of one's own."""
     strategy = HybridStrategy(policy=EachAtOnce(), record="record.bin", start_method="fork")
-    trainer = pl.Trainer(strategy=strategy, devices=2, profiler=StepProfiler())
+    trainer = pl.Trainer(
+        strategy=strategy, devices=2, profiler=StepProfiler(), callbacks=[PlainProgress(5.0)]
+    )
     updates: object = strategy.run_stats()["updates"]
     return f"{hybridtrain.__version__} {trainer.global_step} {updates}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import ctypes
 import os
 import signal
@@ -126,6 +127,7 @@ def run_worker(
         other.close()  # or this worker would keep its siblings' sockets open
     if inherited:
         atexit._clear()  # forked: these functions are the parent's
+        leave_notebook()
     _prepare_process(birth)
     channel = Channel(sock)
     client = Client(birth.worker, birth.n_workers, channel)
@@ -187,6 +189,20 @@ def _prepare_process(birth: WorkerStart) -> None:
     yield_when_woken()
     torch.set_num_threads(birth.threads)
     torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
+
+
+def leave_notebook() -> None:
+    """Make libraries print, in a process forked from a notebook's.
+
+    What they displayed would need the notebook's own connection, which drops it.
+    """
+    ipython = sys.modules.get("IPython.core.interactiveshell")
+    if ipython is None or vars(builtins).pop("get_ipython", None) is None:
+        return
+    ipython.InteractiveShell.clear_instance()
+    os.environ.pop("FORCE_COLOR", None)  # the kernel's: rich would believe in a terminal
+    if (rich := sys.modules.get("rich")) is not None:
+        rich.reconfigure()
 
 
 def keep_freed_memory() -> None:
