@@ -80,6 +80,12 @@ def decide_by_configuration(configuration: Mapping[str, Any]) -> str:
     return decide()
 
 
+def for_new_code() -> str:
+    """The package that new code imports: ``lightning`` where it is installed."""
+    there = importlib.util.find_spec("lightning") is not None
+    return _from_environment() or ("lightning" if there else "pytorch_lightning")
+
+
 def own_name(name: str) -> str:
     """The name that a module (or its logger) of pytorch_lightning has in the package decided on."""
     top, dot, rest = name.partition(".")

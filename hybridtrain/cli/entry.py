@@ -16,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.cli import claim, explain, hydra_config, resume
+from hybridtrain.cli import claim, explain, hydra_config, new, resume
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
 from hybridtrain.cli.quiet import hush
 from hybridtrain.cli.sweep import job_launcher, job_process
@@ -29,15 +29,16 @@ from hybridtrain.util.versions import check_versions
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process' own) and return its exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["new"]:
+        return new.main(given[1:])
     hold_standard_streams()
     job_process.remember_environment()
     hush()
     job_launcher.ROWS.clear()
     _hear_interrupts()
     overrides: list[str] = []
-    outcome = guarded(
-        lambda: _command(sys.argv[1:] if argv is None else argv, overrides), overrides
-    )
+    outcome = guarded(lambda: _command(given, overrides), overrides)
     if job_launcher.ROWS:
         outcome = _end_of_sweep(outcome)
     claim.release_all()
@@ -68,6 +69,9 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     from hydra._internal.utils import get_args_parser
 
     known, rest = get_args_parser().parse_known_args(argv)
+    hydra_config.MORE_DIRS[:] = [] if known.config_dir is None else [Path(known.config_dir)]
+    if missing := [each for each in hydra_config.MORE_DIRS if not each.is_dir()]:
+        raise UserError(f"--config-dir {missing[0]}: there is no such folder")
     if any(x in ("-sc", "--shell-completion", "--shell_completion") for x in argv):
         return argv, []
     if unknown := [x for x in rest if x.startswith("-")]:

@@ -212,7 +212,9 @@ def _other_choice(
 
 def _has(group: str, name: str, path: str) -> bool:
     """Whether this choice's file has the key."""
-    node: Any = OmegaConf.load(hydra_config.conf_dir() / group / f"{name}.yaml")
+    folders = (hydra_config.conf_dir(), *hydra_config.MORE_DIRS)
+    files = [folder / group / f"{name}.yaml" for folder in folders]
+    node: Any = OmegaConf.load(next(file for file in files if file.is_file()))
     for part in path.split("."):
         if not isinstance(node, DictConfig) or part not in node:
             return False

@@ -5,6 +5,7 @@ The configuration files are in ``conf``: beside the package in a checkout, insid
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ import hybridtrain
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
 OWN = {"model": "own", "data": "own", "task": "own"}
+MORE_DIRS: list[Path] = []  # of the command line: --config-dir
 RUN_DIR = "{run_dir}"  # stands for the run's directory, which is another one in a replay
 
 
@@ -62,9 +64,11 @@ def overrides_of(job: Any) -> list[str]:
 
 
 def groups() -> dict[str, list[str]]:
-    """The choices of each group: the files in its folder."""
-    folders = sorted(x for x in conf_dir().iterdir() if x.is_dir() and x.name != "hydra")
-    return {x.name: sorted(y.stem for y in x.glob("*.yaml")) for x in folders}
+    """The choices of each group: the files in its folders."""
+    found: dict[str, set[str]] = {}
+    for path in (path for each in (conf_dir(), *MORE_DIRS) for path in each.glob("*/*.yaml")):
+        found.setdefault(path.parent.name, set()).add(path.stem)
+    return {group: sorted(found[group]) for group in sorted(found)}
 
 
 def compose_config(overrides: Sequence[str] = (), with_hydra: bool = False) -> DictConfig:
@@ -75,6 +79,9 @@ def compose_config(overrides: Sequence[str] = (), with_hydra: bool = False) -> D
     if GlobalHydra.instance().is_initialized():
         return compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=with_hydra)
     register()
+    if MORE_DIRS:
+        where = ",".join(json.dumps(f"file://{each.absolute()}") for each in MORE_DIRS)
+        overrides = [*overrides, f"hydra.searchpath=[{where}]"]
     with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
         return compose_config(overrides, with_hydra)
 

@@ -48,12 +48,18 @@ SOURCES = {
     datamodule.spoken_digits: datamodule.SpokenDigits,
 }
 COMMANDS = {
+    "hybridtrain new": (),
     "hybridtrain.replay": replay.OPTIONS,
     "hybridtrain.compare": ("out",),
     "hybridtrain.simulate": (*simulate_options.OPTIONS, "task"),
     "hybridtrain.transcribe": tuple(transcribe.OPTIONS),
     "hybridtrain.vectors": vectors.KNOWN,
     "hybridtrain.tasks.speech.lm": ("text", "order", "out"),
+}
+
+ELSEWHERE = {  # where the docstring is that a command prints
+    "hybridtrain new": "hybridtrain.cli.new",
+    "hybridtrain.simulate": "hybridtrain.simulate.simulate_cli",
 }
 
 
@@ -219,8 +225,7 @@ def hydra_rows() -> Iterator[Row]:
 
 def usage(module: str) -> str:
     """The docstring that ``--help`` prints."""
-    name = module if module != "hybridtrain.simulate" else "hybridtrain.simulate.simulate_cli"
-    return str(importlib.import_module(name).__doc__)
+    return str(importlib.import_module(ELSEWHERE.get(module, module)).__doc__)
 
 
 def command_options(module: str) -> dict[str, str]:
@@ -232,8 +237,9 @@ def command_section(module: str) -> str:
     what, _, rest = usage(module).partition("\n")
     lines = [line.strip() for line in rest.splitlines() if f"python -m {module}" in line]
     calls = "\n".join(["```text", *lines, "```"])
-    rows = ([f"`{given}`", prose(text)] for given, text in command_options(module).items())
-    return "\n\n".join([f"## {module}", what, calls, table("| option | meaning |", iter(rows))])
+    rows = [[f"`{given}`", prose(text)] for given, text in command_options(module).items()]
+    options = [table("| option | meaning |", iter(rows))] if rows else []
+    return "\n\n".join([f"## {module}", what, calls, *options])
 
 
 # ---- all of them --------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ def test_the_wheel_carries_the_code_the_configuration_and_the_licence(wheel: Pat
         assert f"hybridtrain/conf/{path.relative_to(ROOT / 'conf')}" in names
     for path in (ROOT / "hybridtrain").rglob("*.py"):
         assert str(path.relative_to(ROOT)) in names
+    for path in (ROOT / "hybridtrain").rglob("*.template"):
+        assert str(path.relative_to(ROOT)) in names
     tops = {x.split("/")[0] for x in names}
     assert tops == {"hybridtrain", "hybridtrain-0.1.0.dist-info"}
     assert any(x.endswith("licenses/LICENSE") for x in names)
