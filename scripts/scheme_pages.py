@@ -219,7 +219,7 @@ def figures_of(row: SimulationRow) -> dict[str, float]:
 def dial(figures: Figures) -> str:
     """Schemes from lock-step to free-running, with what they cost and come to."""
     ranked = sorted(figures, key=lambda name: (-figures[name]["waits"], name))
-    height = 104 + 20 * len(ranked)
+    height = 118 + 20 * len(ranked)
     said = (
         f"{name} waits {figures[name]['waits']:.0%}, {figures[name]['samples_per_s']:.0f} samples "
         f"a second, loss {figures[name]['loss']:.3g}"
@@ -229,50 +229,37 @@ def dial(figures: Figures) -> str:
         *_dial_heads(height),
         *(part for n, name in enumerate(ranked) for part in _dial_row(figures, name, 62 + 20 * n)),
     ]
-    return document(640, height, "From lock-step to free-running", "; ".join(said), parts)
+    return document(480, height, "From lock-step to free-running", "; ".join(said), parts)
 
 
 def _dial_heads(height: float) -> Iterator[str]:
     yield text("ink bold", 8, 22, "lock-step: all wait for the slowest")
-    yield text("ink bold", 8, height - 28, "free-running: nobody waits")
-    yield strokes(
-        "dim",
-        [
-            (12, 34, 12, height - 46),
-            (8, height - 52, 12, height - 46),
-            (16, height - 52, 12, height - 46),
-        ],
-        1.5,
-    )
-    for x, head in zip(
-        COLUMNS, ("waits", "samples a second", f"loss after {DIAL_S} s"), strict=True
-    ):
+    end = height - 60
+    arrow = [(12, 34, 12, end), (8, end - 6, 12, end), (16, end - 6, 12, end)]
+    yield strokes("dim", arrow, 1.5)
+    yield text("ink bold", 8, end + 18, "free-running: no worker waits")
+    for x, head in zip(COLUMNS, ("waits", "samples/s", f"loss at {DIAL_S} s"), strict=True):
         yield text("dim", x, 44, head)
-    said = "four workers, one of them three times slower, in virtual time (scripts/scheme_pages.py)"
-    yield text("dim small", 8, height - 9, said)
+    yield text("dim small", 8, end + 36, "four workers, one of them three times slower;")
+    yield text("dim small", 8, end + 51, "real gradients, virtual time (scripts/scheme_pages.py)")
 
 
-COLUMNS = (146, 306, 474)  # where they begin
+COLUMNS, SAMPLES, LOSS = (146, 250, 372), 72, 56  # where they begin; widths of the other two
 
 
 def _dial_row(figures: Figures, name: str, y: float) -> Iterator[str]:
     own, (waits, samples, loss) = figures[name], COLUMNS
-    most = max(each["samples_per_s"] for each in figures.values())
+    length = SAMPLES * own["samples_per_s"] / max(x["samples_per_s"] for x in figures.values())
     losses = [each["loss"] for each in figures.values()]
     place = math.log(own["loss"] / min(losses)) / math.log(max(losses) / min(losses))
     yield text("ink", 24, y, name)
-    yield rect("waiting", waits, y - 7, max(90 * own["waits"], 1), 4)
-    yield text("dim small", waits + 94 * own["waits"] + 5, y - 1, f"{100 * own['waits']:.0f} %")
-    yield rect("computing", samples, y - 11, 100 * own["samples_per_s"] / most, 13)
-    yield text(
-        "dim small",
-        samples + 100 * own["samples_per_s"] / most + 5,
-        y - 1,
-        f"{own['samples_per_s']:.0f}",
-    )
-    yield strokes("faint", [(loss, y - 5, loss + 110, y - 5)])
-    yield rect("ink", loss + 110 * place - 3, y - 8, 6, 6, ' rx="3"')
-    yield text("dim small", loss + 120, y - 1, f"{own['loss']:.3g}")
+    yield rect("waiting", waits, y - 7, max(60 * own["waits"], 1), 4)
+    yield text("dim small", waits + 60 * own["waits"] + 6, y - 1, f"{100 * own['waits']:.0f} %")
+    yield rect("computing", samples, y - 11, length, 13)
+    yield text("dim small", samples + length + 6, y - 1, f"{own['samples_per_s']:.0f}")
+    yield strokes("faint", [(loss, y - 5, loss + LOSS, y - 5)])
+    yield rect("ink", loss + LOSS * place - 3, y - 8, 6, 6, ' rx="3"')
+    yield text("dim small", loss + LOSS + 8, y - 1, f"{own['loss']:.3g}")
 
 
 def run(arguments: Sequence[str]) -> None:
