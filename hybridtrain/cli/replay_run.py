@@ -110,7 +110,7 @@ def rebuilt(
     try:
         cfg: DictConfig = OmegaConf.create(with_present_targets(placed(content, folder)))
         cfg.trainer.enable_progress_bar, cfg.ckpt = False, _checkpoint(told)
-        cfg.strategy.record, cfg.profile = None, False
+        cfg.strategy.record, cfg.profile, cfg.advice = None, False, False
         cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
         change(cfg)
         parts = build(cfg, [], told["drawn_seed"])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import logging
+import math
 import multiprocessing
+import os
 import random
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import FrameType
@@ -60,15 +63,20 @@ from hybridtrain.cli.validation.target_checks import check_targets, made
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher, purge_from
+from hybridtrain.lightning.launcher import usable_cores
+from hybridtrain.lightning.preflight.strategy_checks import check_free_running
 from hybridtrain.lightning.results.logger_state import keep_rows, let_write
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.monitoring.watchdog import to_stderr
+from hybridtrain.report.advice import advise
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
 from hybridtrain.util.files import open_input, read_text, short, write_whole
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
 from hybridtrain.worlds.local.signals import ending_signals
+
+log = logging.getLogger(__name__)
 
 # ---- a run's directory --------------------------------------------------------------------------
 # A run's directory: prepared at the start, its checkpoints written whole, its logs continued.
@@ -233,6 +241,11 @@ def no_process_left() -> Iterator[None]:
             child.join()
 
 
+def _workers_cpu_s() -> float:
+    """Processor time of the child processes that have ended."""
+    return os.times().children_user + os.times().children_system
+
+
 @dataclass(slots=True)
 class Parts:
     """The objects built from the configuration, and the run's metrics."""
@@ -242,6 +255,7 @@ class Parts:
     trainer: pl.Trainer
     loggers: list[Logger]
     metrics: dict[str, float] = field(default_factory=dict)
+    cpu_before_s: float = field(default_factory=_workers_cpu_s)
 
 
 def execute(cfg: DictConfig) -> CommandOutcome:
@@ -401,6 +415,7 @@ def _sum_up(
         checkpoint=_checkpoint(cfg, trainer, outcome),
         exit=outcome.exit,
         error=outcome.error,
+        advice=None if outcome.exit else _advice(cfg, parts),
         metrics=parts.metrics,
         unsaved=unsaved(trainer),
         resumed=None if cfg.get("resume") is None else str(cfg.ckpt or ""),
@@ -411,6 +426,25 @@ def _sum_up(
         return outcome  # the error's line is enough
     tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
     return printed("\n".join(summary.lines(result, directory, tensorboard)), outcome)
+
+
+def _advice(cfg: DictConfig, parts: Parts) -> dict[str, Any] | None:
+    """Another strategy under which this run would have been faster; it never harms the run."""
+    record, trainer = cfg.strategy.get("record"), parts.trainer
+    if not cfg.advice or record is None or cfg.test_only:
+        return None
+    try:
+        if _device(trainer) != "cpu" and cfg.strategy.workers_per_device > 1:
+            return None  # more busy workers would take more time on the device that they share
+        check_free_running(trainer)
+        strategy: Any = strategy_of(trainer)
+        stats, cpu_s = strategy.run_stats(), _workers_cpu_s() - parts.cpu_before_s
+        most_per_s = usable_cores() * stats["samples"] / cpu_s if cpu_s else math.inf
+        found = advise(Path(record), stats, most_per_s)
+        return None if found is None else asdict(found)
+    except Exception:
+        log.debug("no advice", exc_info=True)
+        return None
 
 
 def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: CommandOutcome) -> str | None:

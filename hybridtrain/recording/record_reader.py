@@ -120,14 +120,14 @@ class _Damaged(Exception):
         super().__init__(f"at byte {at}: {what}")
 
 
-def read_record(path: Path) -> Record:
-    """Read a record, also an incomplete one.
+def read_record(path: Path, most_events: int | None = None) -> Record:
+    """Read a record, also an incomplete one; with ``most_events`` only its beginning.
 
     Raises:
         UserError: if the file is no record, of another version, damaged, or without a header.
     """
     with open_input(path, "the record", _LARGEST_RECORD_BYTES) as file:
-        content = file.read()
+        content = file.read(-1 if most_events is None else most_events * CELL_BYTES)
     try:
         return _record(path, content)
     except _Damaged as damage:

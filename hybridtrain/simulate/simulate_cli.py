@@ -16,6 +16,8 @@ Options (several values: separated by commas, where it says so):
                       with task=...: local_sgd:every=32, diloco, easgd, async_diloco, downpour
   workers=N,...       how many workers, those that join later included (default 8)
   batch_size=N        samples in a mini-batch (default 32)
+  epoch=N             samples after which all workers meet (default: they never do; of a task, its
+                      own)
   mini_batches=N      length of the run, in mini-batches of all workers together (default 20000;
                       of a task, its epochs)
   seconds=T           or in virtual seconds; with both, what comes first
@@ -32,6 +34,8 @@ How fast workers are:
                       each worker's times; or a .json file {"0": [seconds, ...], "1": ...}, or a
                       .csv file with the columns worker and seconds. Taken in order, and again
                       from the start
+  run=RUN             all of a recorded run without a task: its workers, times, batch_size, epoch,
+                      update_s and mini_batches, each of which may be given differently
   slower.W=X          worker W takes X times as long (may be given for several workers)
   compute.seconds_per_step=X,...  instead: the mean of each worker's
 

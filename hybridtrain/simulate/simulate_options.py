@@ -12,6 +12,7 @@ from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Visits
 from hybridtrain.recording import service_times
+from hybridtrain.recording.observed import Observed, observe
 from hybridtrain.report.timeline import REPORT, place
 from hybridtrain.schemes import SCHEMES
 from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
@@ -35,10 +36,10 @@ BANDWIDTHS = ("network.bandwidth", "network.server_bandwidth")
 _TEXTS = ("strategy", "compute", "from", "script", "correction", "exchange", "update", *FILES)
 _Time = Annotated[float, Range(0, open="(", infinite=True)]
 OPTIONS: dict[str, Any] = {
-    **dict.fromkeys(_TEXTS, str),
+    **dict.fromkeys(("run", *_TEXTS), str),
     **REPORT,
     **dict.fromkeys(("workers", "batch_size", "mini_batches"), Positive),
-    **dict.fromkeys(("data_shards", "data_visit"), Positive),
+    **dict.fromkeys(("data_shards", "data_visit", "epoch"), Positive),
     **dict.fromkeys(("seed", "parameters"), Natural),
     **dict.fromkeys(("compute.shift", "compute.alpha", "compute.sigma"), float),
     **dict.fromkeys(("compute.mean_s", "compute.seconds_per_step", "slower"), Above0),
@@ -62,12 +63,14 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     others = [argument for argument in arguments if not _is_training(argument)]
     said = _of_experiment(overrides) | options(others, list(OPTIONS), families=("slower",))
     given = {name: _read(name, text) for name, text in said.items() if text != "null"}
+    run = observe(Path(given["run"])) if "run" in given else None
+    given = {**_of_run(run, given), **given}
     train = _train(given, overrides)
     workers = given.get("workers", [8])
     plan = SimulationPlan(
         strategies=tuple(map(way, given.get("strategy", ["hybrid", "async"]))),
         workers=tuple(workers),
-        times=_times(given, _slower(given, workers)),
+        times=_times(given, _slower(given, workers), run),
         conditions=_conditions(given, bool(overrides)),
         train=train,
         correction=_of_gradients("correction", given, overrides, make_correction),
@@ -77,6 +80,7 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
         mini_batches=_length(given, bool(overrides)),
         seconds=given.get("seconds", math.inf),
         seed=given.get("seed", 0),
+        epoch=given.get("epoch"),
     )
     files = {name: Path(given[name]) for name in FILES if name in given}
     return plan, files if (svg := place(given)) is None else files | {"svg": svg}
@@ -165,16 +169,23 @@ def _of_gradients(
 # ---- training -----------------------------------------------------------------------------------
 
 
+_TASKS_OWN = {
+    "run": "mini-batches; give compute=measured from=RUN for the run's times alone",
+    "batch_size": "a batch size (data.batch_size=...)",
+    "parameters": "a number of parameters",
+    "epoch": "epochs",
+}
+
+
 def _train(given: Given, overrides: Sequence[str]) -> Train | None:
     """Makes the task, if one is configured; then gradients are real."""
     if not overrides:
         return None
-    for name in ("batch_size", "parameters"):
+    for name in ("run", "batch_size", "parameters", "epoch"):
         if name in given:
             raise UserError(
-                f"{name} was given together with {overrides[0]}; the task itself has a "
-                f"{'number of ' * (name == 'parameters')}{name.replace('_', ' ')}"
-                f"{' (data.batch_size=...)' * (name == 'batch_size')}"
+                f"{name} was given together with {overrides[0]}; the task itself has "
+                f"{_TASKS_OWN[name]}"
             )
     from hybridtrain.cli.virtual_tasks import lessons  # imports Lightning
 
@@ -216,7 +227,20 @@ def _slower(given: Given, workers: Sequence[int]) -> dict[int, float]:
     return dict(enumerate(times))
 
 
-def _times(given: Given, slower: Mapping[int, float]) -> Times:
+def _of_run(run: Observed | None, given: Given) -> Given:
+    """What a recorded run says where nothing is given."""
+    if run is None:
+        return {}
+    clashes = [name for name in given if name == "from" or name.startswith("compute")]
+    if clashes:
+        raise UserError(f"run={given['run']} was given with {clashes[0]}; it brings its own times")
+    said = {name: getattr(run, name) for name in ("batch_size", "update_s", "mini_batches")}
+    return {"workers": [run.n_workers], **said, **({"epoch": run.epoch} if run.epoch else {})}
+
+
+def _times(given: Given, slower: Mapping[int, float], run: Observed | None = None) -> Times:
+    if run is not None:
+        return Measured(run.times, slower)
     kind = given.get("compute", "exponential")
     own = SHAPES[kind][0] if kind in SHAPES else ""
     unfit = [n for n in ("shift", "alpha", "sigma") if n != own]

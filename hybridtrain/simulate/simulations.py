@@ -56,6 +56,7 @@ class SimulationPlan:
     correction: CorrectionSpec = None
     exchange: ExchangeSpec = None  # default: the policy's
     update: UpdateSpec = None  # default: the strategy's
+    epoch: int | None = None  # samples after which all meet, without a task
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _world(
                 f"strategy={way.label} was given without task=...; its workers train on their own, "
                 "so there must be something to train"
             )
-        return make(conditions=plan.conditions), math.inf
+        return make(conditions=plan.conditions, epoch=plan.epoch), math.inf
     exchange = plan.exchange if way.exchange is None else way.exchange
     task, optimizer = plan.train(workers)
     size_bytes = sum(value.numel() * value.element_size() for value in task.parameters())

@@ -25,6 +25,7 @@ KEYS = {
         "exit",
         "error",
         "slow",
+        "advice",
         "unsaved",
         "resumed",
         "handed_over",

@@ -16,7 +16,7 @@ from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
-from tests.worlds.test_dial_in_virtual_time import ADAM, Regression, Tally, world
+from tests.worlds.test_dial_in_virtual_time import ADAM, UNEQUAL, Regression, Tally, world
 
 CONSTANT = ServiceTimes("constant")
 
@@ -53,6 +53,21 @@ def test_where_all_wait_an_update_that_takes_time_changes_nothing_but_time(polic
     for name in ("updates", "samples", "samples_per_worker", "staleness", "dropped"):
         assert stats[0][name] == stats[1][name], name
     assert timed.now_s == pytest.approx(plain.now_s + 0.7 * stats[0]["updates"])
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "backup", "k_batch_async", "ssp", "async"])
+def test_epochs_without_a_task_take_as_long_as_those_of_one(policy: str) -> None:
+    under = Conditions(Network(latency_s=0.25), update_s=0.7)
+    task = world(make_policy(policy), Regression(3), ADAM, conditions=under)
+    length = Regression(3).timetable.length
+    plain = VirtualWorld(make_policy(policy), 3, UNEQUAL, 4, conditions=under, epoch=length)
+    for each in (task, plain):
+        each.run(epochs=3)
+    assert plain.now_s == task.now_s and plain.epochs == 3
+    stats = [each.server.statistics.stats() for each in (plain, task)]
+    for name in ("updates", "samples", "waiting_share", "staleness", "dropped"):
+        assert stats[0][name] == stats[1][name], name
+    assert stats[0]["samples"] == 3 * length
 
 
 def test_where_nobody_waits_the_server_makes_one_update_after_the_other() -> None:

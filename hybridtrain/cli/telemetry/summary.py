@@ -18,6 +18,7 @@ from hybridtrain.cli.exit_status import FAILED
 from hybridtrain.cli.telemetry.monitor import STATS_FILE, VALIDATED, RunMonitor, RunStats
 from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.monitoring.watchdog import Slow, slow_worker, to_stderr
+from hybridtrain.report.advice import Advice
 from hybridtrain.report.runs import SUMMARY_FILE, as_json
 from hybridtrain.util.files import read_text, short, write_whole
 
@@ -96,6 +97,7 @@ class Summary(RunStats):
     wall_s: float = 0.0  # of everything, start-up and test included
     started: str = ""  # date and time
     slow: dict[str, Any] | None = None  # a slow worker that the others wait for
+    advice: dict[str, Any] | None = None  # hybridtrain.report.advice.Advice
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     unsaved: dict[str, str] = field(default_factory=dict)  # missing checkpoint -> reason
@@ -160,7 +162,8 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ),
         ("per update", _effective_batch(summary)),
         ("waiting", f"{waiting} % of the time, worker by worker" if waiting else ""),
-        ("slow", str(Slow(**summary.slow)) if summary.slow else ""),
+        ("slow", str(Slow(**summary.slow)) if summary.slow and not summary.advice else ""),
+        ("advice", str(Advice(**summary.advice)) if summary.advice else ""),
         ("staleness", _staleness(summary)),
         ("lead", _lead(summary)),
         ("dropped", _dropped(summary)),

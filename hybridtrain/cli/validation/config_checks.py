@@ -87,6 +87,7 @@ class RunOptions:
         test_only: test ckpt, train nothing.
         test: test the best checkpoint at the end, where the task has a test set.
         profile: measure where each worker's time goes.
+        advice: say at the end if another strategy would have been faster, from the run's times.
         faults: what is to go wrong on purpose.
         run_dir: where the run writes; chosen with hydra.run.dir=DIR.
     """
@@ -106,6 +107,7 @@ class RunOptions:
     test_only: bool
     test: bool
     profile: bool
+    advice: bool
     faults: Sequence[Any] | None
     run_dir: str = "."
 

@@ -55,19 +55,28 @@ def check_trainer(trainer: Any, whole_rounds: bool) -> None:
             "all; find it first with strategy='auto', devices=1, and give it to your loader"
         )
     if not whole_rounds:
-        if any(isinstance(callback, LearningRateFinder) for callback in trainer.callbacks):
-            raise UserError(
-                "a search for the learning rate was asked for, but workers that run freely are "
-                "never at the same step of it; search with strategy=hybrid"
-            )
-        if isinstance(layer_sync(strategy_of(trainer)), TorchSyncBatchNorm):
-            raise UserError(
-                "sync_batchnorm=True was given, but workers that run freely are never at the same "
-                "layer together; leave it out, or use strategy=hybrid"
-            )
-        _check_averaging(trainer)
-        _check_interval(trainer)
-        _check_limit(trainer)
+        check_free_running(trainer)
+
+
+def check_free_running(trainer: Any) -> None:
+    """Check that the trainer's options fit workers that run freely.
+
+    Raises:
+        UserError: naming the option, and what to do.
+    """
+    if any(isinstance(callback, LearningRateFinder) for callback in trainer.callbacks):
+        raise UserError(
+            "a search for the learning rate was asked for, but workers that run freely are "
+            "never at the same step of it; search with strategy=hybrid"
+        )
+    if isinstance(layer_sync(strategy_of(trainer)), TorchSyncBatchNorm):
+        raise UserError(
+            "sync_batchnorm=True was given, but workers that run freely are never at the same "
+            "layer together; leave it out, or use strategy=hybrid"
+        )
+    _check_averaging(trainer)
+    _check_interval(trainer)
+    _check_limit(trainer)
 
 
 def _check_averaging(trainer: Any) -> None:

@@ -29,6 +29,7 @@ from hybridtrain.updates.groups import Groups, Members
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.optimizer_set import Optimizers, Stepped
 from hybridtrain.worlds.virtual.training_task import (
+    Lessons,
     MakeOptimizer,
     SimulatedReplicas,
     Task,
@@ -65,15 +66,18 @@ def register_workers(
     exchange: Exchange,
     update: NamedUpdate | None = None,
     visits: Visits | None = None,
+    untrained: Lessons | None = None,
 ) -> tuple[SimulatedReplicas | None, EpochSource | None]:
     """Give the server the task's parameters; returns its replicas and its data, if there is one.
+
+    Without a task, the data are those ``untrained``, if any.
 
     Raises:
         UserError: if workers cannot draw from shards of the data.
     """
     if task is None or optimizer is None:
         server.adopt(None, IdleOptimizers())
-        return None, None
+        return None, None if untrained is None else EpochSource(untrained, server)
     wants = server.requirements
     layout = Layout.of((str(number), value) for number, value in enumerate(task.parameters()))
     store = Store(layout, n_workers, True, holding=wants.holds)
@@ -90,7 +94,7 @@ class EpochSource:
     Args:
         task: has the data and the schedules.
         server: has the queue of mini-batches, where shares are not fixed.
-        replicas: receive new hyper-parameters.
+        replicas: receive new hyper-parameters, if there are any.
         visits: workers draw from shards of the data.
 
     Raises:
@@ -99,9 +103,9 @@ class EpochSource:
 
     def __init__(
         self,
-        task: TrainingTask,
+        task: Lessons,
         server: Server,
-        replicas: SimulatedReplicas,
+        replicas: SimulatedReplicas | None = None,
         visits: Visits | None = None,
     ) -> None:
         self._task, self._server, self._replicas = task, server, replicas
@@ -179,7 +183,7 @@ class EpochSource:
     # ---- schedules ------------------------------------------------------------------------------
 
     def _hear(self, changed: Groups | None) -> None:
-        if changed is not None:
+        if changed is not None and self._replicas is not None:
             self._groups = self._replicas.tell(changed) or self._groups
 
     def told(self, push: Push) -> Push:

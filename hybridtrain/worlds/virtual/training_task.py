@@ -49,13 +49,10 @@ class Timetable:
     drop_last: bool = False
 
 
-@runtime_checkable
-class TrainingTask(Task, Protocol):
-    """A task with data, in epochs of mini-batches."""
+class Lessons(Protocol):
+    """Epochs of mini-batches."""
 
     timetable: Timetable
-    clip: Clip | None  # of the merged gradient
-    loss: float  # of the last gradient
 
     def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
         """Set the worker's next mini-batch, by positions in the epoch; returns its weight."""
@@ -68,6 +65,32 @@ class TrainingTask(Task, Protocol):
     def epoch_ended(self) -> Groups | None:
         """Hyper-parameters that a schedule changes at the end of an epoch."""
         ...
+
+
+@runtime_checkable
+class TrainingTask(Task, Lessons, Protocol):
+    """A task with data, in epochs of mini-batches."""
+
+    clip: Clip | None  # of the merged gradient
+    loss: float  # of the last gradient
+
+
+class Untrained:
+    """Epochs of ``length`` samples, of which only the number counts."""
+
+    def __init__(self, length: int, batch_size: int, n_workers: int) -> None:
+        self.timetable = Timetable(length, (batch_size,) * n_workers)
+
+    def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
+        return float(len(positions))
+
+    def updated(self, version: int) -> Groups | None:
+        """No schedule."""
+        return None
+
+    def epoch_ended(self) -> Groups | None:
+        """No schedule."""
+        return None
 
 
 class SimulatedWorker:

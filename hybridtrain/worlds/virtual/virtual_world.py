@@ -45,7 +45,7 @@ from hybridtrain.worlds.virtual.epoch_source import register_workers
 from hybridtrain.worlds.virtual.network import Conditions, Links
 from hybridtrain.worlds.virtual.script import Dies, Joins
 from hybridtrain.worlds.virtual.service_times import Times
-from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
+from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task, Untrained
 
 Point = tuple[float, float, float]  # time, figure, bytes
 
@@ -191,6 +191,7 @@ class VirtualWorld:
         exchange: by default the policy's.
         update: the masters' optimizer; by default the exchange's.
         timeline: to be filled.
+        epoch: samples after which all workers meet, without a task; ``None``: they never do.
 
     Raises:
         UserError: if the policy or the script makes no sense for so many workers.
@@ -210,6 +211,7 @@ class VirtualWorld:
         exchange: Exchange | None = None,
         update: NamedUpdate | None = None,
         timeline: Timeline | None = None,
+        epoch: int | None = None,
     ) -> None:
         self._timeline = timeline
         self.now_s = self._heard_s = 0.0  # and the time of the server's last event
@@ -228,8 +230,9 @@ class VirtualWorld:
         self._contribution = GradientPush(0, float(batch_size))
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]
         self._turns = self.server.requirements.takes_turns
+        lessons = None if epoch is None else Untrained(epoch, batch_size, n_workers)
         self._replicas, self._source = register_workers(
-            self.server, task, optimizer, n_workers, exchange, update, self._under.visits
+            self.server, task, optimizer, n_workers, exchange, update, self._under.visits, lessons
         )
         self._alone = self._replicas is not None and self._replicas.train_alone
         self._varies = self._replicas is not None and self._replicas.varies
@@ -403,8 +406,9 @@ class VirtualWorld:
         if self._source is not None:
             push = self._work.get(worker) or self._source.next(worker)
         if push is None:
-            assert self._source is not None and self._replicas is not None
-            if (rest := self._replicas.flush(worker)) is None:
+            assert self._source is not None
+            rest = None if self._replicas is None else self._replicas.flush(worker)
+            if rest is None:
                 self._say(worker, Gather(self._source.tag, b""), at_s)
             else:
                 self._leaves(worker, rest, at_s)

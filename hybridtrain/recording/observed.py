@@ -1,0 +1,105 @@
+"""What a recorded run was like, as far as virtual time needs it.
+
+Theory of operation. The record holds the computing time of each mini-batch and the order in which
+the workers' messages came. A worker is released a computing time before its next push. From the
+push before that (the last that the server waited for) to the release lies an update, with the
+replies' way. The record has some pushes of updates that workers make themselves too late, so of as
+many of these gaps as there are workers the shortest counts, and of those the median. All workers
+have met where each has asked for a meeting since its last push: at the end of an epoch, or for a
+validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from hybridtrain.errors import UserError
+from hybridtrain.recording.record_file import DROPPED, Record
+from hybridtrain.recording.record_reader import Cells, find_record, read_record, times_of
+
+MOST_EVENTS = 20_000  # of a record that are read: what follows is taken to be alike
+MOST_PUSHES = 2_000
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run without what it trained.
+
+    ``times``: worker -> seconds of each of its mini-batches. ``epoch``: samples between two
+    meetings of all workers; ``None``: they never met. ``update_s``: of an update, with the replies'
+    way. ``mini_batches``: the first ones of the run, of all workers together. ``strategy``: as
+    configured; empty for a run from Python.
+    """
+
+    times: Mapping[int, list[float]]
+    batch_size: int
+    epoch: int | None
+    update_s: float
+    mini_batches: int
+    strategy: Mapping[str, Any]
+
+    @property
+    def n_workers(self) -> int:
+        return len(self.times)
+
+
+def observe(run: Path) -> Observed:
+    """Read the beginning of a run's record, at most ``MOST_EVENTS``.
+
+    Raises:
+        UserError: if there is no record, a worker has pushed nothing, or the workers' mini-batches
+            differ in size.
+    """
+    record = read_record(find_record(run), MOST_EVENTS)
+    pushes, times = record.of_kind("Push"), times_of(record)
+    sizes = {float(np.median(pushes["samples"][pushes["worker"] == w])) for w in times}
+    if len(sizes) > 1 or not min(sizes) >= 1:
+        raise UserError(
+            f"{record.path}: mini-batches of {', '.join(f'{x:g}' for x in sorted(sizes))} samples "
+            "were recorded; virtual time without a task has one size for all workers"
+        )
+    batch_size = round(sizes.pop())
+    return Observed(
+        times=times,
+        batch_size=batch_size,
+        epoch=_epoch(record, batch_size),
+        update_s=_update_s(pushes, len(times)),
+        mini_batches=min(len(pushes), MOST_PUSHES),
+        strategy=record.header["about"].get("config", {}).get("strategy", {}),
+    )
+
+
+def _epoch(record: Record, batch_size: int) -> int | None:
+    """Samples between two meetings of all, without those of dropped pushes."""
+    met, total, marks = set[int](), 0.0, [0.0]
+    kinds = [record.kinds[kind] for kind in record.cells["kind"].tolist()]
+    columns = (record.cells[name].tolist() for name in ("worker", "samples"))
+    for kind, worker, samples in zip(kinds, *columns, strict=True):
+        if kind == "Push":
+            met.discard(worker)
+            total += samples
+        elif kind == DROPPED:
+            total -= batch_size
+        elif kind == "Gather":
+            met.add(worker)
+            if len(met) == record.n_workers and total > marks[-1]:
+                marks.append(total)
+    if len(marks) < 2:
+        return None
+    return round(median(later - sooner for sooner, later in pairwise(marks))) or None
+
+
+def _update_s(pushes: Cells, n_workers: int) -> float:
+    at_s = pushes["at_s"]
+    released_s = at_s - pushes["own_s"]
+    before = np.searchsorted(at_s, released_s, side="right") - 1
+    gaps = (released_s - at_s[before])[before >= 0]
+    whole = gaps[: len(gaps) // n_workers * n_workers].reshape(-1, n_workers)
+    return float(np.median(whole.min(axis=1))) if len(whole) else 0.0

@@ -1,0 +1,182 @@
+"""What a recorded run is advised: from its own times, with a number, or nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtrain.cli.hydra_config import conf_dir
+from hybridtrain.errors import UserError
+from hybridtrain.policies import make_policy
+from hybridtrain.recording.observed import MOST_EVENTS, observe
+from hybridtrain.recording.record_file import Writer
+from hybridtrain.recording.record_reader import read_record
+from hybridtrain.recording.recorder import KINDS
+from hybridtrain.report import advice
+from hybridtrain.report.advice import Advice, advise
+from hybridtrain.simulate import main
+from tests.support.headers import header
+
+UPDATE_S = 0.25
+
+
+def recorded(
+    path: Path,
+    seconds: Sequence[float],
+    rounds: int = 80,
+    policy: Any = "hybrid",
+    sizes: Sequence[int] = (8, 8, 8, 8),
+    epoch: int = 20,  # rounds
+    **strategy: Any,
+) -> dict[str, Any]:
+    """Write the record of a run in lock-step, with these times; returns its statistics."""
+    config = {"seed": 0, "ckpt": None, "trainer": {}, "logger": None}
+    config["strategy"] = {"policy": policy, "exchange": None, "update": None, **strategy}
+    about = {"config": config, "drawn_seed": None, "checkpoints": [], "directory": "/"}
+    told = header(len(seconds)) | {"about": {**about, "run_dir": "/"}}
+    path.mkdir(exist_ok=True)
+    writer, now_s = Writer(path / "record.bin", KINDS), 100.0
+    writer.tell({"header": told})
+    for number in range(rounds):
+        for worker in sorted(range(len(seconds)), key=seconds.__getitem__):
+            at_s = now_s + seconds[worker]
+            writer.event("Push", worker, 0, at_s, seconds[worker], sizes[worker])
+        now_s += max(seconds) + UPDATE_S
+        for worker in range(len(seconds) if number % epoch == epoch - 1 else 0):
+            writer.event("Gather", worker, 0, now_s, 0.0, 0.0)
+    writer.close()
+    return {
+        "samples_per_s": sum(sizes[: len(seconds)]) / (max(seconds) + UPDATE_S),
+        "waiting_share": [1 - each / (max(seconds) + UPDATE_S) for each in seconds],
+    }
+
+
+def figures(command: str, path: Path) -> list[dict[str, Any]]:
+    """The rows of a simulation that is asked for on a command line."""
+    python, flag, module, *arguments = shlex.split(command)
+    assert (python, flag, module) == ("python", "-m", "hybridtrain.simulate")
+    out = path / "out.json"
+    assert main([*arguments, f"json={out}"]) == 0
+    rows: list[dict[str, Any]] = json.loads(out.read_text())
+    return rows
+
+
+def test_a_straggler_is_named_with_numbers_and_a_command_that_shows_them(tmp_path: Path) -> None:
+    stats = recorded(tmp_path, [1.0, 1.0, 4.0, 1.0])
+    found = advise(tmp_path, stats)
+    assert found is not None
+    # In 4.25 s lock-step makes 4 mini-batches, and three workers alone 3 in each 1.25 s.
+    assert found.factor == pytest.approx((3 / 1.25) / (4 / 4.25), rel=0.1)
+    assert found.strategy == "strategy=backup strategy.policy.k=3"
+    start = "worker 2 is 4.0 times slower; 3 of 4 workers waited 76 % of their time: "
+    assert found.text.startswith(f"{start}`{found.strategy}` (drops what comes late)")
+    assert found.text.endswith(f" {found.factor:.1f} times as many samples a second")
+    assert str(found).count("\n") == 0
+    own, other = figures(found.command, tmp_path)
+    assert (own["strategy"], other["strategy"]) == ("hybrid", "backup:k=3")
+    assert own["samples_per_s"] == pytest.approx(stats["samples_per_s"], rel=0.02)
+    assert other["samples_per_s"] / own["samples_per_s"] == found.factor
+
+
+def test_with_two_workers_the_slow_one_is_not_given_up(tmp_path: Path) -> None:
+    found = advise(tmp_path, recorded(tmp_path, [1.0, 3.0]))
+    assert found is not None and found.strategy == "strategy=k_batch_async strategy.policy.k=2"
+    assert found.factor > 1.5
+
+
+@pytest.mark.parametrize(
+    ("run", "changed"),
+    [
+        ({"seconds": [1.0] * 4}, {}),
+        ({"seconds": [1.0]}, {}),
+        ({"rounds": 40}, {}),
+        ({}, {"samples_per_s": 12.0}),  # the simulation does not reproduce it
+        ({}, {"waiting_share": [0.1] * 4}),
+        ({"policy": "async"}, {}),  # in virtual time it is faster than the record says
+        ({"policy": {"_target_": "my.Policy"}}, {}),
+        ({"exchange": {"name": "movement", "every": 8}}, {}),
+        ({"epoch": 1}, {}),  # all meet in every step, so no policy helps
+    ],
+)
+def test_nothing_is_said_without_need_or_certainty(
+    tmp_path: Path, run: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    stats = recorded(tmp_path, **{"seconds": [1.0, 1.0, 4.0, 1.0], **run})
+    assert advise(tmp_path, {**stats, **changed}) is None
+
+
+def test_workers_that_run_freely_and_wait_only_for_one_another_at_the_end_are_left_alone(
+    tmp_path: Path,
+) -> None:
+    recorded(tmp_path, [1.0, 3.0], policy="async", epoch=4)
+    speed = advice._samples_per_s(observe(tmp_path), "async", None)
+    stats = {"samples_per_s": speed, "waiting_share": [0.2, 0.0]}
+    assert advise(tmp_path, stats) is None
+
+
+def test_more_than_the_processors_can_compute_is_not_promised(tmp_path: Path) -> None:
+    stats = recorded(tmp_path, [1.0, 1.0, 4.0, 1.0])
+    assert advise(tmp_path, stats, most_per_s=30.0) is not None
+    assert advise(tmp_path, stats, most_per_s=15.0) is None
+
+
+def test_only_policies_that_go_with_the_runs_update_are_tried(tmp_path: Path) -> None:
+    stats = recorded(tmp_path, [1.0, 1.0, 4.0, 1.0], update="median")
+    found = advise(tmp_path, stats)
+    assert found is not None and found.strategy.startswith("strategy=backup")
+
+
+def test_parameters_of_the_runs_own_policy_are_in_the_command(tmp_path: Path) -> None:
+    policy = {"name": "ssp", "lead": 0}
+    found = advise(tmp_path, recorded(tmp_path, [1.0, 1.0, 4.0, 1.0], policy=policy))
+    assert found is not None and "strategy=ssp:lead=0,backup:k=3" in found.command
+    assert [row["workers"] for row in figures(found.command, tmp_path)] == [4, 4]
+
+
+@pytest.mark.parametrize("candidate", advice.CANDIDATES, ids=lambda each: str(each.name))
+def test_candidates_are_policies_and_rows_of_the_command_line(candidate: Any) -> None:
+    assert Path(conf_dir(), "strategy", f"{candidate.name}.yaml").is_file()
+    for workers in (2, 3, 8):
+        policy = {"name": candidate.name, **candidate.options(workers, workers - 1)}
+        make_policy(policy).begin(workers)
+
+
+def test_a_run_is_observed_with_its_epochs_updates_and_sizes(tmp_path: Path) -> None:
+    recorded(tmp_path, [1.0, 2.0], epoch=10)
+    seen = observe(tmp_path)
+    assert (seen.n_workers, seen.batch_size, seen.epoch, seen.mini_batches) == (2, 8, 160, 160)
+    assert seen.update_s == pytest.approx(UPDATE_S) and set(seen.times[1]) == {2.0}
+    recorded(tmp_path / "other", [1.0, 2.0], sizes=(32, 8))
+    with pytest.raises(UserError, match="mini-batches of 8, 32 samples were recorded"):
+        observe(tmp_path / "other")
+
+
+def test_conditions_of_a_simulated_run_can_be_changed_but_not_its_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(tmp_path, [1.0, 3.0])
+    command = f"python -m hybridtrain.simulate run={tmp_path} strategy=hybrid"
+    (row,) = figures(f"{command} update_s=0 workers=4 mini_batches=400 epoch=6400", tmp_path)
+    assert row["samples_per_s"] == pytest.approx(4 * 8 / 3.0)
+    for clash in ("compute=constant", "from=x.csv", "compute.mean_s=2"):
+        assert main([f"run={tmp_path}", clash]) == 2
+        assert "it brings its own times" in capsys.readouterr().err
+    assert main([f"run={tmp_path}", "task=parabola"]) == 2
+    assert "run was given together with task=parabola" in capsys.readouterr().err
+
+
+def test_of_a_long_record_only_the_beginning_is_read(tmp_path: Path) -> None:
+    recorded(tmp_path, [1.0, 2.0], rounds=50)
+    part = read_record(tmp_path / "record.bin", most_events=60)
+    assert len(part.cells) < 60 and not part.whole
+    assert 50 <= MOST_EVENTS < math.inf
+
+
+def test_an_advice_is_plain_text(tmp_path: Path) -> None:
+    assert str(Advice("do so", "run it", "strategy=async", 2.0)) == "do so: run it"
