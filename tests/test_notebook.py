@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 
 from hybridtrain.worlds.local.worker_main import leave_notebook
@@ -147,28 +148,30 @@ def fails() -> None:
     raise ArithmeticError("on purpose")
 
 
+def quiet(**options: Any) -> pl.Trainer:
+    """A trainer with two workers."""
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(strategy="hybrid", accelerator="cpu", devices=2, **silent, **options)
+
+
 @LINUX
 @pytest.mark.own_process
 @pytest.mark.parametrize("end", ["an error", "an interrupt"])
-def test_an_exception_that_somebody_keeps_keeps_no_shared_memory(end: str, tmp_path: Path) -> None:
-    """As a notebook keeps the last one."""
+def test_an_exception_that_is_kept_keeps_no_shared_memory_and_training_goes_on(
+    end: str, tmp_path: Path
+) -> None:
+    """As a notebook keeps the last one, and trains again in its next cell."""
+    os.chdir(tmp_path)
     parent = os.getpid()
     module = Ending(fails if end == "an error" else lambda: os.kill(parent, 2))
-    trainer = pl.Trainer(
-        strategy="hybrid",
-        accelerator="cpu",
-        devices=2,
-        max_epochs=100,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     with pytest.raises((ArithmeticError, SystemExit)) as kept:
-        trainer.fit(module)
+        quiet(max_epochs=100).fit(module)
     gc.collect()
     assert kept.value.__traceback__ is not None
     assert shared_memory("self") == []
+    step = torch.load("interrupted.ckpt", weights_only=True)["global_step"]
+    (again := quiet(max_steps=step + 5)).fit(BoringModel(), ckpt_path="interrupted.ckpt")
+    assert again.global_step == step + 5
 
 
 @pytest.mark.own_process
