@@ -37,6 +37,7 @@ TESTS = [
     *("tests/lightning/test_private_names.py", "tests/lightning/test_portability.py"),
 ]
 TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scikit-learn"]
+TOOLS += ["soundfile", "soxr", "jiwer"]  # the configuration of speech asks for them
 PINNED = (
     "torch",
     "hydra-core",
@@ -129,7 +130,7 @@ class Trial(Environment):
 
     def test(self) -> str:
         """Run the core tests; the last line of pytest."""
-        command = [str(self.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+        command = [str(self.python), "-m", "pytest", "-p", "no:cacheprovider", *TESTS]
         environment = {**os.environ, "HYBRIDTRAIN_ANY_VERSION": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         (self.venv / "tests.log").write_text(done.stdout + done.stderr)
