@@ -20,7 +20,7 @@ from string import Template
 
 from hybridtrain.cli.hydra_config import groups
 from hybridtrain.errors import UserError
-from hybridtrain.lightning_package import for_new_code
+from hybridtrain.lightning_package import PACKAGES, for_new_code
 from hybridtrain.util.arguments import command
 from hybridtrain.util.option_types import shown
 
@@ -42,7 +42,8 @@ def project_name(folder: Path) -> str:
             "begin with a letter, have letters, digits, '-' and '_' only, and be no keyword"
         )
     spec = PathFinder.find_spec(name, [x for x in sys.path if x and Path(x) != Path.cwd()])
-    if name in sys.stdlib_module_names or (spec is not None and spec.origin is not None):
+    taken = {"hybridtrain", *PACKAGES, *sys.stdlib_module_names}  # wherever this is called
+    if name in taken or (spec is not None and spec.origin is not None):
         raise UserError(f"there is a package {name!r} already; choose another name for DIR")
     if name in ("conf", "tests", *groups()["task"]):
         raise UserError(f"{name!r} is a task or folder already; choose another name for DIR")
@@ -63,20 +64,18 @@ def filled_in(name: str) -> dict[str, str]:
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
     """Write all files, or raise UserError and leave everything as it was."""
-    there = folder.exists()
     try:
-        if there and any(folder.iterdir()):
+        if folder.exists() and any(folder.iterdir()):
             raise UserError(f"{folder} is not empty; choose another DIR")
-        folder.mkdir(exist_ok=True)
+        whole = folder.absolute()
+        missing = [each for each in (*reversed(whole.parents), whole) if not each.exists()]
         try:
             for path, text in files.items():
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_text(text)
         except BaseException:  # Ctrl-C, too
-            for each in folder.iterdir():
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
-            if not there:
-                folder.rmdir()
+            for each in missing[:1] or folder.iterdir():
+                shutil.rmtree(each) if each.is_dir() else each.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}") from None

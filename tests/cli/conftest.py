@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -37,6 +38,8 @@ class Result:
 
 
 Command = Callable[..., Result]
+
+CAP_DAC_OVERRIDE = 1 << 1
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +105,22 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
         return Result(code, out, err)
 
     return run
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[None]:
+    """For root nothing is read-only: it gives its privilege away for the time being."""
+    libc, header = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(0x20080522, 0)
+    had = (
+        ctypes.c_uint32 * 6
+    )()  # effective, permitted, inheritable, and these for the higher half
+    assert libc.capget(header, had) == 0
+    less = (ctypes.c_uint32 * 6)(had[0] & ~CAP_DAC_OVERRIDE, *had[1:])
+    assert libc.capset(header, less) == 0
+    yield
+    assert libc.capset(header, had) == 0
+    for each, _, _ in os.walk("here"):
+        Path(each).chmod(0o755)
 
 
 @contextmanager

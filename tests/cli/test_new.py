@@ -28,14 +28,14 @@ def where_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def project(command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A new project, in which the test goes on."""
-    made = command("new", "My-Waves")
+    made = command("new", "deep/er/My-Waves")
     assert made.code == 0, made.err
-    files = [path for path in Path("My-Waves").rglob("*") if path.is_file()]
+    files = [path for path in Path("deep/er/My-Waves").rglob("*") if path.is_file()]
     assert len(files) == len(list(TEMPLATES.rglob(f"*{SUFFIX}")))
-    assert all(str(path.relative_to("My-Waves")) in made.out for path in files)
+    assert all(str(path.relative_to("deep/er/My-Waves")) in made.out for path in files)
     assert not any("PACKAGE" in str(path) for path in files)
     assert " ".join(("python -m hybridtrain", *OWN, "trainer.devices=2")) in made.out
-    monkeypatch.chdir("My-Waves")
+    monkeypatch.chdir("deep/er/My-Waves")
     return Path.cwd()
 
 
@@ -73,6 +73,7 @@ def test_the_test_and_the_sweep_of_a_new_project_run() -> None:
     printed = python(
         *("-m", "hybridtrain", *OWN, "-m", "strategy=hybrid,async", "trainer.devices=2"),
         *("trainer.max_epochs=1", "strategy.start_method=spawn"),
+        "hydra.launcher.start_method=popen",
     )
     assert (
         "strategy=hybrid" in printed and "strategy=async" in printed and "side by side" in printed
@@ -89,20 +90,23 @@ def test_the_test_and_the_sweep_of_a_new_project_run() -> None:
         (["full"], "full is not empty"),
         (["file"], "file cannot be written: Not a directory"),
         (["file/waves"], "file/waves cannot be written: Not a directory"),
-        (["nowhere/waves"], "nowhere/waves cannot be written: No such file or directory"),
+        (["closed/waves"], "closed/waves cannot be written: Permission denied"),
+        (["closed/deep/waves"], "closed/deep/waves cannot be written: Permission denied"),
         (["1-2"], "'1-2' makes no name of a Python package"),
         (["class"], "'class' makes no name of a Python package"),
         (["wäves"], "'wäves' makes no name of a Python package"),
         (["torch"], "there is a package 'torch'"),
         (["hybridtrain"], "there is a package 'hybridtrain'"),
+        (["lightning"], "there is a package 'lightning'"),
         (["json"], "there is a package 'json'"),
         (["tests"], "'tests' is a task or folder already"),
         (["digits"], "'digits' is a task or folder already"),
     ],
 )
 def test_a_mistake_is_one_line_and_makes_nothing(
-    command: Command, arguments: list[str], says: str
+    command: Command, ordinary_user: None, arguments: list[str], says: str
 ) -> None:
+    Path("closed").mkdir(0o555)
     Path("full").mkdir()
     Path("full/mine").touch()
     Path("file").touch()
@@ -125,12 +129,19 @@ def test_nothing_half_made_stays(
         return write(path, text)
 
     if there:
-        Path("waves").mkdir()
+        Path("deep/waves").mkdir(parents=True)
     monkeypatch.setattr(Path, "write_text", fails_in_the_end)
-    done = command("new", "waves")
+    done = command("new", "deep/waves")
     assert done.code == 2
-    assert done.complaint == f"error: waves cannot be written: {os.strerror(number)}"
-    assert list(Path().rglob("*")) == ([Path("waves")] if there else [])
+    assert done.complaint == f"error: deep/waves cannot be written: {os.strerror(number)}"
+    assert list(Path().rglob("*")) == ([Path("deep"), Path("deep/waves")] if there else [])
+
+
+def test_the_checkout_hides_no_name_from_the_command(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert "a package 'hybridtrain'" in command("new", str(tmp_path / "hybridtrain")).complaint
 
 
 def test_help_and_an_empty_folder_of_ones_own(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ import torch
 
 from tests.cli.conftest import Command
 from tests.cli.tiny import TINY, TinyModule
-
-CAP_DAC_OVERRIDE = 1 << 1
 
 
 class Closing(TinyModule):
@@ -39,22 +35,6 @@ class Closing(TinyModule):
 
     def on_test_start(self) -> None:
         self._close("test")
-
-
-@pytest.fixture
-def ordinary_user() -> Iterator[None]:
-    """For root nothing is read-only: it gives its privilege away for the time being."""
-    libc, header = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(0x20080522, 0)
-    had = (
-        ctypes.c_uint32 * 6
-    )()  # effective, permitted, inheritable, and these for the higher half
-    assert libc.capget(header, had) == 0
-    less = (ctypes.c_uint32 * 6)(had[0] & ~CAP_DAC_OVERRIDE, *had[1:])
-    assert libc.capset(header, less) == 0
-    yield
-    assert libc.capset(header, had) == 0
-    for each, _, _ in os.walk("here"):
-        Path(each).chmod(0o755)
 
 
 @pytest.mark.parametrize(
