@@ -1,0 +1,47 @@
+"""``scripts/advice.py``: what it makes of the summaries of its runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts/advice.py"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("advice", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "advice", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("advised", [True, False])
+def test_a_row_has_the_advised_and_the_measured_factor(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, advised: bool
+) -> None:
+    advice = {"strategy": "strategy=backup strategy.policy.k=3", "factor": 2.25}
+    runs: list[list[str]] = []
+
+    def summary_of(case: Any, strategy: list[str], given: Any) -> dict[str, Any]:
+        runs.append(strategy)
+        speed = 100.0 if strategy == ["strategy=hybrid"] else 200.0 + len(runs)
+        return {"samples_per_s": speed, "advice": advice if advised else None}
+
+    monkeypatch.setattr(script, "summary_of", summary_of)
+    row = script.row(script.CASES[4], argparse.Namespace(repeats=2))
+    start = "| `hybrid` | 4 | worker 3 3 times | "
+    if not advised:
+        assert row == f"{start}none | 100 | | |"
+        return
+    assert row == f"{start}`{advice['strategy']}` | 100, 202 | 2.25 | 2.02 |"
+    usual = ["strategy=hybrid"]
+    assert runs == [usual, advice["strategy"].split(), advice["strategy"].split(), usual]
