@@ -46,8 +46,7 @@ def load_checkpoint(path: Path) -> Any:
         with warnings.catch_warnings(action="ignore"):  # torch's, about unusual pickles
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # readers of damaged files raise exceptions of any type
-        # An unsupported operand is no instruction of a pickle: the file is of another kind.
-        if zipped or "GLOBAL" in str(error) or "Can only" in str(error):
+        if zipped or any(word in str(error) for word in _words_of_code(path)):
             raise UserError(
                 f"ckpt={path}: it contains code or objects besides tensors and plain containers, "
                 f"and loading those would run them ({_unsafe(error)}); it was not loaded"
@@ -56,6 +55,12 @@ def load_checkpoint(path: Path) -> Any:
             f"ckpt={path}: the file is corrupt or no checkpoint "
             f"({type(error).__name__}); choose another"
         ) from None
+
+
+def _words_of_code(path: Path) -> list[str]:
+    """Parts of torch's messages about objects; an operand is one only where a pickle begins so."""
+    with path.open("rb") as file:
+        return ["GLOBAL", "Can only", *["Unsupported operand"] * (file.read(1) == b"\x80")]
 
 
 def _unsafe(error: Exception) -> str:
