@@ -148,9 +148,9 @@ def _samples_per_s(seen: Observed, policy: Any, update: NamedUpdate | None) -> f
 
 
 def _times_slower(seen: Observed) -> list[float]:
-    """Each worker's mean time of a mini-batch, over the median of the others'."""
-    means = [fmean(seen.times[worker]) for worker in range(seen.n_workers)]
-    return [mean / median(means[:w] + means[w + 1 :]) for w, mean in enumerate(means)]
+    """Each worker's usual time of a mini-batch, over the median of the others'."""
+    usual = [median(seen.times[worker]) for worker in range(seen.n_workers)]
+    return [own / median(usual[:w] + usual[w + 1 :]) for w, own in enumerate(usual)]
 
 
 def _chosen(

@@ -14,7 +14,7 @@ import pytest
 from hybridtrain.cli.hydra_config import conf_dir
 from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
-from hybridtrain.recording.observed import MOST_EVENTS, observe
+from hybridtrain.recording.observed import MOST_EVENTS, Observed, observe
 from hybridtrain.recording.record_file import Writer
 from hybridtrain.recording.record_reader import read_record
 from hybridtrain.recording.recorder import KINDS
@@ -82,6 +82,11 @@ def test_a_straggler_is_named_with_numbers_and_a_command_that_shows_them(tmp_pat
     assert (own["strategy"], other["strategy"]) == ("hybrid", "backup:k=3")
     assert own["samples_per_s"] == pytest.approx(stats["samples_per_s"], rel=0.02)
     assert other["samples_per_s"] / own["samples_per_s"] == found.factor
+
+
+def test_a_worker_is_not_called_slow_for_its_first_mini_batch() -> None:
+    times = {0: [90.0, *[1.0] * 60], 1: [1.0] * 61, 2: [2.0] * 61}
+    assert advice._times_slower(Observed(times, 8, None, 0.0, 183, {})) == [1 / 1.5, 1 / 1.5, 2.0]
 
 
 def test_with_two_workers_the_slow_one_is_not_given_up(tmp_path: Path) -> None:
