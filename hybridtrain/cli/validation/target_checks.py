@@ -23,6 +23,8 @@ from hybridtrain.cli.explain import one_line
 from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import check_arguments, hint, shown
 
+_HYDRAS_OWN = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
+
 
 def check_targets(cfg: DictConfig) -> None:
     """Check that every ``_target_`` exists and takes its arguments."""
@@ -43,7 +45,7 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
 def _check_target(key: str, node: DictConfig) -> None:
     name = str(node["_target_"])
     target = _load(key, name)
-    given = [str(x) for x in node if not str(x).startswith("_")]
+    given = [str(x) for x in node if x not in _HYDRAS_OWN]
     if _is_library(name):
         values = {name: value for name, value in _given_values(node) if name in given}
         check_arguments(target, values, f"{key}.", plain=True)
