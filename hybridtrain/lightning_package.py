@@ -51,9 +51,9 @@ def decide(wanted: str | None = None) -> str:
     global _decided
     if _decided is None:
         _decided = _from_environment() or wanted or _first_imported() or _installed()
-        os.environ[_SPAWNED] = _decided
         if _decided == "lightning":
             _resolve_to_lightning()
+    os.environ[_SPAWNED] = _decided  # again: a sweep's job begins with the command's own
     return _decided
 
 

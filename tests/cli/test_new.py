@@ -75,9 +75,7 @@ def test_the_test_and_the_sweep_of_a_new_project_run() -> None:
         *("trainer.max_epochs=1", "strategy.start_method=spawn"),
         "hydra.launcher.start_method=popen",
     )
-    assert (
-        "strategy=hybrid" in printed and "strategy=async" in printed and "side by side" in printed
-    )
+    assert all(x in printed for x in ("strategy=hybrid", "strategy=async", "side by side"))
 
 
 @pytest.mark.parametrize(

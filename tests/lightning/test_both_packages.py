@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.lightning_package import VARIABLE, with_present_targets
+from hybridtrain.lightning_package import VARIABLE, decide, with_present_targets
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING = "import lightning as L"
@@ -139,6 +139,16 @@ for attempt in (
     except ValueError as error:
         print(type(error).__name__, error)
 """
+
+
+def test_spawned_workers_are_told_though_the_environment_was_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As each job of a sweep puts it back."""
+    decide()
+    monkeypatch.delenv("HYBRIDTRAIN_SPAWNED_LIGHTNING")
+    used = decide()
+    assert os.environ["HYBRIDTRAIN_SPAWNED_LIGHTNING"] == used
 
 
 def test_a_mixture_of_both_packages_is_one_line() -> None:
