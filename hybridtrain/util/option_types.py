@@ -85,6 +85,7 @@ Workers = Annotated[int, Range(1, 4096)]  # or devices
 NotNegative = Annotated[float, Range(0)]
 Above0 = Annotated[float, Range(0, open="(")]
 Share = Annotated[float, Range(0, 1)]
+ShareAbove0 = Annotated[float, Range(0, 1, open="(")]
 Decay = Annotated[float, Range(0, 1, open=")")]
 Several = Annotated[Sequence[Positive], FILLED]
 Part = Annotated[Any, Rule("an object", lambda value: not isinstance(value, _PLAIN))]

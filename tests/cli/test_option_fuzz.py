@@ -83,6 +83,7 @@ ONCE: dict[str, list[str]] = {
     "+test_only_x=-1": ["there is no such option (did you mean test_only?)"],
     "+logger.tensorboard.save_dir_x=7": ["takes no argument 'save_dir_x' (did you mean save_dir?)"],
     "+logger.tensorboard._target__x=0": ["takes no argument '_target__x'"],
+    "trainer.val_check_interval=0": ["trainer.val_check_interval=0"],
     "strategy=easgd strategy.bata=1": ["did you mean strategy.exchange.beta?"],
 }
 

@@ -29,6 +29,7 @@ from hybridtrain.util.option_types import (
     Positive,
     Range,
     Share,
+    ShareAbove0,
     Workers,
     allows,
     check,
@@ -145,7 +146,7 @@ class TrainerOptions:
     fast_dev_run: bool | Natural
     use_distributed_sampler: bool
     reload_dataloaders_every_n_epochs: Natural
-    val_check_interval: Positive | Share | str | Mapping[str, Natural] | None
+    val_check_interval: Positive | ShareAbove0 | str | Mapping[str, Natural] | None
     check_val_every_n_epoch: Positive | None
     num_sanity_val_steps: FromMinus1 | None
     log_every_n_steps: Natural | None
