@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 
+from hybridtrain.lightning.launcher import clear_frames_of
 from hybridtrain.worlds.local.worker_main import leave_notebook
 from tests.support.ends import wait_until
 from tests.support.kernels import Kernel, kernel, shared_memory
@@ -189,3 +190,17 @@ def test_a_forked_worker_is_in_no_notebook() -> None:
     assert rich.get_console().is_jupyter and get_ipython() is not None
     leave_notebook()
     assert not rich.get_console().is_jupyter and get_ipython() is None
+
+
+def test_an_exception_that_is_its_own_cause_is_cleared_and_a_handled_one_is_not() -> None:
+    def failing(held: str) -> None:
+        raise ArithmeticError(held)
+
+    with pytest.raises(ArithmeticError) as handled:
+        failing("before")
+    with pytest.raises(ArithmeticError) as kept:
+        failing("now")
+    kept.value.__cause__, kept.value.__context__ = kept.value, handled.value
+    clear_frames_of(kept.value, handled.value)
+    (now, before) = (e.value.__traceback__.tb_next.tb_frame for e in (kept, handled))  # type: ignore[union-attr]
+    assert not now.f_locals and before.f_locals == {"held": "before"}

@@ -95,10 +95,11 @@ class HybridLauncher(Launcher):
             job = _Job(trainer, function, args, kwargs, None, [])
             strategy.faults.begin(trainer, strategy.world_size, rehearses=True)
             return self._play(strategy.recording.instead, job)
+        handled = sys.exception()  # by the user's code, which may look at it
         try:
             return self._train(trainer, function, args, kwargs)
         except BaseException as error:
-            clear_frames_of(error)
+            clear_frames_of(error, handled)
             raise
 
     def _train(
@@ -168,14 +169,20 @@ class HybridLauncher(Launcher):
         """Nothing: the parent sees the signal itself, and sends ``Stop`` to its workers."""
 
 
-def clear_frames_of(error: BaseException | None) -> None:
-    """Clear the variables of the frames that an exception has left.
+def clear_frames_of(error: BaseException, handled: BaseException | None = None) -> None:
+    """Clear the variables of the frames that an exception and its causes have left.
 
     A notebook keeps the last exception, and with it would keep the run's shared memory.
+
+    Args:
+        handled: stays as it is, with its own causes.
     """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__ or error.__cause__
+    seen, due = {id(handled)}, [error, error.__cause__, error.__context__]
+    while due:  # an exception may be its own cause
+        if (each := due.pop()) is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            due += [each.__cause__, each.__context__]
 
 
 def serving(
