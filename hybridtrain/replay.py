@@ -44,7 +44,7 @@ from hybridtrain.lightning_package import decide_by_configuration
 from hybridtrain.report.page import write
 from hybridtrain.report.timeline import REPORT, picture, place
 from hybridtrain.server.timeline import Timeline
-from hybridtrain.util.arguments import command, options, value_of
+from hybridtrain.util.arguments import command, options, spelled, value_of
 from hybridtrain.util.option_types import NotNegative, check
 
 if TYPE_CHECKING:
@@ -63,33 +63,31 @@ def run(arguments: Sequence[str]) -> None:
     decide_by_configuration(record.header["about"].get("config", {}))
     anyway = given.pop("anyway", "false") == "true"
     wanted = {name: given.pop(name) for name in DRAWING if name in given}
-    timelines = _recorded(record, wanted) if wanted else {}
-    if given:
-        _what_if(record, given, anyway, timelines)
-    elif not wanted:
-        _replay(record, anyway)
     if (svg := place(wanted)) is not None:
-        write(svg, picture(timelines, "{} of training"), "svg")
-        print(f"drawn: {svg}")
+        _draw(record, given, anyway, svg, float(wanted["at_s"]) if "at_s" in wanted else None)
+    elif given:
+        _what_if(record, given, anyway)
+    else:
+        _replay(record, anyway)
 
 
-def _recorded(record: Record, wanted: Mapping[str, str]) -> dict[str, Timeline]:
-    """The timeline of the run itself, by its title."""
+def _draw(
+    record: Record, given: Mapping[str, str], anyway: bool, svg: Path, begin_s: float | None
+) -> None:
+    """The timeline of the run itself and, if one is given, of another policy."""
     from hybridtrain.recording.recorded_timeline import timeline_of
 
     configured = record.header["about"].get("config", {}).get("strategy", {})
     parts = [configured.get(part) for part in ("policy", "exchange")]
-    named = [_brief(part) for part in parts if part is not None] or [record.header["policy"]]
-    title = f"{', '.join(named)}, {record.n_workers} workers, as recorded"
-    return {title: timeline_of(record, float(wanted["at_s"]) if "at_s" in wanted else None)}
-
-
-def _brief(part: str | Mapping[str, object]) -> str:
-    """A part of a strategy with its options: ``backup:k=3``."""
-    if isinstance(part, str):
-        return part
-    options = (f":{key}={value}" for key, value in part.items() if key != "name" and value)
-    return str(part.get("name")) + "".join(options)
+    named = [spelled(part) for part in parts if part is not None] or [record.header["policy"]]
+    drawn = timeline_of(record, begin_s)
+    timelines = {f"{', '.join(named)}, {record.n_workers} workers, as recorded": drawn}
+    if given:
+        other = Timeline(record.n_workers, drawn.begin_s)
+        name = _what_if(record, given, anyway, other)
+        timelines[f"{name}, in virtual time"] = other
+    write(svg, picture(timelines, "{} of training"), "svg")
+    print(f"drawn: {svg}")
 
 
 def _replay(record: Record, anyway: bool) -> None:
@@ -111,9 +109,9 @@ def _replay(record: Record, anyway: bool) -> None:
 
 
 def _what_if(
-    record: Record, given: Mapping[str, str], anyway: bool, timelines: dict[str, Timeline]
-) -> None:
-    """Try another policy; add its timeline, if there is one of the run."""
+    record: Record, given: Mapping[str, str], anyway: bool, timeline: Timeline | None = None
+) -> str:
+    """Try another policy, and fill its timeline; returns its name."""
     from rich.console import Console
 
     from hybridtrain.cli.replay_run import asked_for, check_same, recorded, simulated, table
@@ -124,12 +122,9 @@ def _what_if(
     courses = [recorded(record)]
     if not record.in_place:
         courses.append(simulated(record, {}, "simulated"))
-    timeline = None
-    for drawn in [*timelines.values()]:
-        timeline = Timeline(record.n_workers, drawn.begin_s)
-        timelines[f"{name}, in virtual time"] = timeline
     courses.append(simulated(record, options, name, timeline))
     Console().print(table(courses))
+    return name
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:

@@ -8,8 +8,6 @@ every step) makes no advice. See docs/simulate.md.
 
 from __future__ import annotations
 
-import inspect
-import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +24,7 @@ from hybridtrain.policies import make_policy
 from hybridtrain.policies.registry import POLICIES
 from hybridtrain.recording.observed import Observed, observe
 from hybridtrain.updates.named import NamedUpdate, make_update
+from hybridtrain.util.arguments import spelled
 from hybridtrain.util.files import short
 from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.service_times import Measured
@@ -107,7 +106,8 @@ def advise(run: Path, stats: Mapping[str, Any], most_per_s: float = math.inf) ->
     if found is None or found[0] / usual < LEAST_FACTOR or found[0] > most_per_s:
         return None
     speed, candidate, policy = found
-    strategy = " ".join([f"strategy={candidate.name}", *_options("strategy.policy.", policy)])
+    options = (f"strategy.policy.{key}={policy[key]}" for key in policy if key != "name")
+    strategy = " ".join([f"strategy={candidate.name}", *options])
     factor, slower = speed / usual, max(times_slower)
     slowest = f"worker {times_slower.index(slower)} is {slower:.1f} times slower; "
     waits = f"{len(waited)} of {len(waiting)} workers waited {100 * fmean(waited):.0f} %"
@@ -115,7 +115,7 @@ def advise(run: Path, stats: Mapping[str, Any], most_per_s: float = math.inf) ->
         f"{slowest if slower >= SLOW else ''}{waits} of their time: `{strategy}` "
         f"({candidate.reason}) would have made {factor:.1f} times as many samples a second",
         f"python -m hybridtrain.simulate run={shlex.quote(short(run))} "
-        f"strategy={_spelled(own)},{_spelled(policy)}",
+        f"strategy={spelled(own)},{spelled(policy)}",
         strategy,
         factor,
     )
@@ -164,15 +164,3 @@ def _chosen(
             tried.append((_samples_per_s(seen, policy, update), candidate, policy))
     best = max((speed for speed, *_ in tried), default=0.0)
     return next((each for each in tried if each[0] >= NEARLY * best), None)
-
-
-def _options(prefix: str, policy: Mapping[str, Any]) -> list[str]:
-    """``k=3``: the parameters that have not their defaults."""
-    usual = inspect.signature(POLICIES[policy["name"]]).parameters
-    given = {k: v for k, v in policy.items() if k != "name" and v != usual[k].default}
-    return [f"{prefix}{k}={json.dumps(v).strip(chr(34))}" for k, v in given.items()]
-
-
-def _spelled(policy: Mapping[str, Any]) -> str:
-    """As simulations have it: ``backup:k=3``."""
-    return ":".join([str(policy["name"]), *_options("", policy)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import hint
@@ -85,3 +87,12 @@ def hold_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
         if getattr(sys, name) is None:
             vars(sys)[name] = open(fd, "w" if fd else "r", closefd=False)  # noqa: SIM115
+
+
+def spelled(part: str | Mapping[str, Any]) -> str:
+    """A part of a strategy as commands take it, less what is null: ``backup:k=3``."""
+    if isinstance(part, str):
+        return part
+    given = {name: value for name, value in part.items() if name != "name" and value is not None}
+    options = (f":{name}={json.dumps(value).strip(chr(34))}" for name, value in given.items())
+    return str(part.get("name")) + "".join(options)
