@@ -70,8 +70,7 @@ def decide_by_configuration(configuration: Mapping[str, Any]) -> str:
     and data import first.
     """
     for group in ("trainer", "model", "data"):
-        part = configuration.get(group)
-        target = str(part.get("_target_")) if isinstance(part, Mapping) else ""
+        target = str((configuration.get(group) or {}).get("_target_"))
         top, dot, _ = target.partition(".")
         if top == "lightning" and importlib.util.find_spec(top) is not None:
             return decide("lightning")

@@ -54,6 +54,8 @@ _CONFIGURED = {  # by the command line
         "seed": Annotated[int, Range(0, 2**32 - 1)] | None,
         "ckpt": str | None,
         "trainer": dict,
+        "model?": dict,
+        "data?": dict | None,
         "strategy": dict,
         "logger": dict | None,
     },

@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.lightning_package import (
-    VARIABLE,
-    decide,
-    decide_by_configuration,
-    with_present_targets,
-)
+from hybridtrain.lightning_package import VARIABLE, decide, with_present_targets
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING = "import lightning as L"
@@ -154,10 +149,6 @@ def test_spawned_workers_are_told_though_the_environment_was_put_back(
     monkeypatch.delenv("HYBRIDTRAIN_SPAWNED_LIGHTNING")
     used = decide()
     assert os.environ["HYBRIDTRAIN_SPAWNED_LIGHTNING"] == used
-
-
-def test_a_record_may_name_no_class_where_one_is_due() -> None:
-    assert decide_by_configuration({"trainer": 7, "model": [], "data": None}) == decide()
 
 
 def test_a_mixture_of_both_packages_is_one_line() -> None:
