@@ -1,4 +1,4 @@
-"""What a recorded run was like, as far as virtual time needs it.
+"""A recorded run as virtual time needs it: times, mini-batches, epochs, strategy.
 
 Theory of operation. The record holds the computing time of each mini-batch and the order in which
 the workers' messages came. A worker is released a computing time before its next push. From the

@@ -39,7 +39,7 @@ class _Worker:
 
 
 def timeline_of(record: Record, begin_s: float | None = None) -> Timeline:
-    """What the workers of a recorded run did, and when.
+    """The timeline of a recorded run.
 
     Args:
         begin_s: seconds of training; default: when each worker has pushed once, as first steps

@@ -15,7 +15,7 @@ MOST_BARS = 16  # contributions of the fastest worker, at which a timeline ends
 
 
 class Doing(StrEnum):
-    """What a bar shows."""
+    """A worker's state during a bar."""
 
     COMPUTING = "computing"
     WAITING = "waiting"

@@ -228,7 +228,7 @@ def _slower(given: Given, workers: Sequence[int]) -> dict[int, float]:
 
 
 def _of_run(run: Observed | None, given: Given) -> Given:
-    """What a recorded run says where nothing is given."""
+    """Options from a recorded run; given ones take precedence."""
     if run is None:
         return {}
     clashes = [name for name in given if name == "from" or name.startswith("compute")]

@@ -60,15 +60,15 @@ class OwnSteps:
         self._n_covered += len(covers)
         self.made.make(self._worker, self._n_covered)
         made = MadeStep(
-            push.optimizer,
-            push.weight,
-            push.row,
-            push.changes,
-            push.samples,
-            push.writes,
-            push.fault,
-            tuple(covers),
-            push.loss,
+            optimizer=push.optimizer,
+            weight=push.weight,
+            row=push.row,
+            changes=push.changes,
+            samples=push.samples,
+            writes=push.writes,
+            fault=push.fault,
+            covers=tuple(covers),
+            loss=push.loss,
             age=age,
         )
         self._untold.append(made)
