@@ -57,7 +57,10 @@ def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
         sys.path.insert(0, here)  # the console script: a user's module lies here
     flags, found = _split(list(argv))
     overrides[:] = found
+    given = list(hydra_config.MORE_DIRS)
     found = resume.expanded(found, bool({"-m", "--multirun"} & set(flags)))
+    if given != hydra_config.MORE_DIRS:  # that of the run which goes on
+        flags += ["--config-dir", str(hydra_config.MORE_DIRS[0])]
     overrides[:] = found
     explain.check_groups(found)
     job_process.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]

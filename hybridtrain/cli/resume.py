@@ -27,6 +27,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.runs import (
     CONFIG_FILE,
+    HYDRA_FILE,
     OVERRIDES_FILE,
     SUMMARY_FILE,
     read_mapping,
@@ -152,6 +153,7 @@ def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str
                 f"resume={directory} was given together with {typed[key]}; it goes on from the "
                 f"run's newest checkpoint, in its directory: leave {key} out"
             )
+    hydra_config.MORE_DIRS[:] = hydra_config.MORE_DIRS or _own_folders(directory)
     overrides = _merged(directory, typed)
     found = _differences(directory, typed, overrides)
     if found and not override:
@@ -171,6 +173,19 @@ def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str
         return [*overrides, *more]
     plain = [x for x in overrides if hydra_config.parse([x])[0].key_or_group != "ckpt"]
     return [*plain, *more, quoted("ckpt", path)]
+
+
+def _own_folders(directory: Path) -> list[Path]:
+    """The folder of --config-dir that the run was started with, if any."""
+    path = directory / HYDRA_FILE
+    try:
+        sources = read_yaml(path)["hydra"]["runtime"]["config_sources"] if path.exists() else []
+        own = [Path(each["path"]) for each in sources if each["provider"] == "command-line"]
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged: it has no sources of the configuration") from error
+    if gone := [each for each in own if not each.is_dir()]:
+        raise UserError(f"resume={directory}: {gone[0]} is gone; give --config-dir FOLDER")
+    return own
 
 
 def _merged(directory: Path, typed: dict[str, str]) -> list[str]:

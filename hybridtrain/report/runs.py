@@ -28,6 +28,7 @@ from hybridtrain.util.option_types import is_number
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
 RESUMED_FROM = "resumed_from.ckpt"
 CONFIG_FILE, OVERRIDES_FILE = ".hydra/config.yaml", ".hydra/overrides.yaml"
+HYDRA_FILE = ".hydra/hydra.yaml"
 DEPTH = 4  # of the search for runs below a folder
 ABSENT = "–"
 FIGURES = ("updates", "samples", "samples_per_s", "effective_batch", "train_s", "wall_s")

@@ -61,6 +61,13 @@ def test_two_workers_train_in_a_new_project(
     told = summary("run")
     assert (told["workers"], told["updates"]) == (2, 8)
     assert 0 < told["metrics"]["val/loss"] < 1.5
+    longer = ("trainer.max_epochs=3", "resume_override=true")  # it knows its --config-dir
+    run = zygote.start(Path.cwd(), "resume=run", *longer)
+    assert run.status() == 0, run.said()
+    assert summary("run")["updates"] == 4  # of this part
+    Path("conf").rename("elsewhere")
+    run = zygote.start(Path.cwd(), "resume=run", *longer)
+    assert run.status() == 2 and "conf is gone; give --config-dir" in run.said(), run.said()
 
 
 @pytest.mark.slow
