@@ -103,6 +103,7 @@ class _StopInTheMiddle(pl.Callback):
     """A checkpoint behind the second mini-batch, and no more training.
 
     Under load a free-running worker may get one mini-batch of an epoch: then at the epoch's end.
+    The first worker, which writes, may get none before another stops the run: then at its end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,6 +116,10 @@ class _StopInTheMiddle(pl.Callback):
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         if not trainer.should_stop:
             self._stop(trainer)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        if not self.path.exists():
+            trainer.save_checkpoint(self.path)
 
     def _stop(self, trainer: Any) -> None:
         trainer.save_checkpoint(self.path)
