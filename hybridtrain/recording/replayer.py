@@ -80,6 +80,7 @@ class Replayer:
         self._rows: GradientRows | None = None
         self._begun = False
         self._errors: list[BaseException] = []
+        self._broken: set[int] = set()  # workers that have failed
 
     def run(self, bodies: Sequence[Body]) -> tuple[Replayed, list[Any]]:
         """The report, and the results of the bodies (``None`` of those that did not finish)."""
@@ -116,10 +117,14 @@ class Replayer:
             self._make_again(event)
         else:
             self._hand_over(event)
+        if event.kind == BROKEN:
+            self._broken.add(event.worker)
         self._due[event.worker].popleft()
 
     def _hand_over(self, event: RecordEvent) -> None:
         """The server receives the event."""
+        if event.worker in self._broken and event.kind not in (LOST, LEFT):
+            return  # for the checkpoint of a run that failed, which a replay does not write
         replies = self._server.on(self._again(event))
         self._world.answer(replies)
         if replies and event.kind == Install.__name__:

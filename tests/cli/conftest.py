@@ -38,6 +38,7 @@ class Result:
 
 
 Command = Callable[..., Result]
+Replay = Callable[..., Result]
 
 CAP_DAC_OVERRIDE = 1 << 1
 
@@ -101,6 +102,23 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
     def run(*arguments: str) -> Result:
         capfd.readouterr()
         code = main(list(arguments))
+        out, err = capfd.readouterr()
+        return Result(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def replay(capfd: pytest.CaptureFixture[str]) -> Replay:
+    """``replay("run=run", ...)`` runs the command line and returns what came of it."""
+    from hybridtrain.replay import main
+
+    def run(*arguments: str) -> Result:
+        capfd.readouterr()
+        try:
+            code = main(list(arguments))
+        except SystemExit as stop:
+            code = int(str(stop.code))
         out, err = capfd.readouterr()
         return Result(code, out, err)
 

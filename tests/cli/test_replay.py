@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +13,13 @@ import pytest
 from hybridtrain import HybridStrategy
 from hybridtrain.recording import read_record
 from hybridtrain.recording.record_file import CELL_BYTES, Writer
-from tests.cli.conftest import Command, Result
+from tests.cli.conftest import Command, Replay
 from tests.cli.tiny import TINY
 from tests.cli.zygote import Zygote
 from tests.lightning.toys import fit
 from tests.picking import by_default
 
-Replay = Callable[..., Result]
 TWO = [*TINY, "trainer.devices=2", "hydra.run.dir=run", "trainer.enable_progress_bar=false"]
-
-
-@pytest.fixture
-def replay(capfd: pytest.CaptureFixture[str]) -> Replay:
-    """``replay("run=run", ...)`` runs the command line and returns what came of it."""
-    from hybridtrain.replay import main
-
-    def run(*arguments: str) -> Result:
-        capfd.readouterr()
-        try:
-            code = main(list(arguments))
-        except SystemExit as stop:
-            code = int(str(stop.code))
-        out, err = capfd.readouterr()
-        return Result(code, out, err)
-
-    return run
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -94,6 +76,20 @@ def test_a_run_that_went_on_from_a_kept_checkpoint_is_replayed(
     assert (result.code, result.err) == (0, "")
     assert "equal to the bit" in result.out
     assert contents(Path("run")) == before
+
+
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async", "local_sgd"], "hybrid"))
+@pytest.mark.parametrize("saves", ["true", "false"])
+def test_a_run_that_failed_is_replayed_to_its_last_event(
+    command: Command, replay: Replay, saves: str, strategy: str
+) -> None:
+    """Its last checkpoint is not written again, with or without that of Lightning's callback."""
+    options = [f"strategy={strategy}", f"callbacks.checkpoint.save_on_exception={saves}"]
+    assert command(*TWO, *options, "model.fail_at=7").code == 1
+    result = replay("run=run")
+    assert result.code == 0 and "result   equal to the bit" in result.out
+    if saves == "false":
+        assert "raised   RuntimeError: this module fails on purpose (as in the run)" in result.out
 
 
 def test_a_run_is_drawn_from_its_record_and_another_policy_below(
