@@ -8,8 +8,10 @@ alternatives and the closest of them.
 from __future__ import annotations
 
 import errno
+import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -57,6 +59,41 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str | None:
             f"{error.strerror}); choose another with hydra.run.dir=DIR"
         )
     return None
+
+
+# Errors of Lightning's for a metric that was not logged: its name, and those that were logged.
+_UNLOGGED = {
+    "ModelCheckpoint": r"ModelCheckpoint\(monitor='(.+)'\)` could not find .* metrics: \[(.*)\]\.",
+    "EarlyStopping": r"Early stopping conditioned on metric `(.+)` which .* following: `(.*)`",
+    "ReduceLROnPlateau": r"ReduceLROnPlateau conditioned on metric (.+) which .* are: \[(.*)\]\.",
+}
+
+
+@contextmanager
+def naming_monitors(cfg: DictConfig) -> Iterator[None]:
+    """Raise UserError where a callback or scheduler monitors a metric that the run does not log."""
+    try:
+        yield
+    except Exception as error:
+        for user, pattern in _UNLOGGED.items():
+            if found := re.search(pattern, str(error)):
+                metric, logged = found[1], re.sub("['`]", "", found[2])
+                content = OmegaConf.to_container(cfg, resolve=False)
+                key = next(_monitors(content, metric, ""), f"{user}: monitor")
+                raise UserError(
+                    f"{key}={metric}: the run logged no such metric"
+                    f"{hint(metric, logged.split(', '))}; it logged {logged or 'none'}"
+                ) from error
+        raise
+
+
+def _monitors(node: Any, metric: str, path: str) -> Iterator[str]:
+    """The keys that name this metric, without those that refer to another key."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _monitors(value, metric, f"{path}{name}.")
+        elif name == "monitor" and value == metric:
+            yield f"{path}{name}"
 
 
 def _chain(error: BaseException | None) -> Iterable[BaseException]:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from rich.table import Table
 
-from hybridtrain.cli.explain import one_line
+from hybridtrain.cli.explain import explain, naming_monitors, one_line
 from hybridtrain.cli.hydra_config import changed_keys, conf_dir, placed
 from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.resume import configuration
@@ -46,9 +46,22 @@ def replay(record: Record, anyway: bool) -> Replayed:
     with workplace(record) as folder:
         check_same(record, anyway)
         parts = rebuilt(record, folder, anyway)
-        return replay_fit(
-            record, parts.trainer, parts.module, anyway=True, **fitting(record, parts)
-        )
+        given = fitting(record, parts)
+        with _explained(record, parts):
+            return replay_fit(record, parts.trainer, parts.module, anyway=True, **given)
+
+
+@contextmanager
+def _explained(record: Record, parts: Parts) -> Iterator[None]:
+    """Raise UserError for a mistake in the configuration that shows during training."""
+    try:
+        with naming_monitors(parts.cfg):
+            yield
+    except Exception as error:
+        line = explain(error, [])
+        if line is None or isinstance(error, UserError):
+            raise
+        raise UserError(f"{record.path}: {line}") from error
 
 
 def fitting(record: Record, parts: Parts) -> dict[str, Any]:
@@ -308,7 +321,8 @@ def simulated(
 
         parts = rebuilt(record, folder, change=change)
         given = fitting(record, parts)
-        stats = rehearse_fit(record, parts.trainer, parts.module, timeline, **given)
+        with _explained(record, parts):
+            stats = rehearse_fit(record, parts.trainer, parts.module, timeline, **given)
         return RecordedCourse(name, stats, metrics_of(parts.trainer))
 
 

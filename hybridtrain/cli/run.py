@@ -49,6 +49,7 @@ from hybridtrain.cli.exit_status import (
     interrupted,
     printed,
 )
+from hybridtrain.cli.explain import naming_monitors
 from hybridtrain.cli.hydra_config import overrides_of, portable
 from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.cli.resume import newest, sign
@@ -248,8 +249,9 @@ def _workers_cpu_s() -> float:
 
 @dataclass(slots=True)
 class Parts:
-    """The objects built from the configuration, and the run's metrics."""
+    """The configuration, the objects built from it, and the run's metrics."""
 
+    cfg: DictConfig
     module: pl.LightningModule
     data: pl.LightningDataModule | None
     trainer: pl.Trainer
@@ -305,7 +307,7 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
         continue_logs(loggers, callbacks, step)
     trainer = _trainer(cfg, callbacks, loggers)
     describe_run(cfg, trainer, drawn_seed)
-    return Parts(module, data, trainer, loggers)
+    return Parts(cfg, module, data, trainer, loggers)
 
 
 def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) -> pl.Trainer:
@@ -356,7 +358,7 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
     trainer, module, data = parts.trainer, parts.module, parts.data
     ckpt = cfg.ckpt
     if not cfg.test_only:
-        with keeping_whole(trainer):
+        with keeping_whole(trainer), naming_monitors(cfg):
             trainer.fit(
                 module, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None
             )
