@@ -16,6 +16,7 @@ PICKLES = {
     "memory/scratch_file.py": "a worker, over an inherited socket or in a nameless file",
     "updates/serialize.py": "the parent or a worker, over an inherited socket",
     "updates/optimizer_set.py": "a worker, over an inherited socket",
+    "worlds/hosts/transport.py": "another host, which has shown that it holds the run's key",
     "worlds/local/channel.py": "the parent or a worker, over an inherited socket",
     "worlds/local/worker_exit.py": "a worker, over an inherited socket",
 }
@@ -71,10 +72,12 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def test_no_socket_has_an_address() -> None:
-    """Sockets come in inherited pairs; nobody binds, connects or listens."""
+def test_no_socket_has_an_address_but_those_between_hosts() -> None:
+    """Sockets come in inherited pairs; else nobody binds, connects or listens."""
     made = {"socket.socket", "socket.create_server", "socket.create_connection", "Listener"}
     for file in FILES:
+        if names(file).startswith("worlds/hosts/"):
+            continue
         found = set(calls(file).values())
         assert not found & made, file
         ends = {x.rpartition(".")[2] for x in found if "sock" in x}

@@ -1,0 +1,119 @@
+"""TCP sockets with TLS that a forked child does not keep.
+
+A forked child inherits all descriptors. If it kept a connection of its parent, the other host would
+not see the end of the parent before the end of the child. So each fork closes them in the child.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+import time
+import weakref
+from contextlib import suppress
+
+CONTROL_TIMEOUT_S = 12  # until a silent host is lost
+ROWS_TIMEOUT_S = 120  # a stopped host reads nothing, and its rows wait
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_making = threading.Lock()  # no fork between a socket's making and its entry in the list
+
+
+def _forked() -> None:
+    for sock in list(_open):
+        fd = socket.socket.detach(sock)
+        if fd >= 0:
+            os.close(fd)
+    _open.clear()
+    _making.release()
+
+
+os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_forked)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket that does not block; an address may be a name.
+
+    Raises:
+        OSError: if the address is not of this machine or the port is in use.
+    """
+    family, _, _, _, where = socket.getaddrinfo(
+        address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with _making:
+        sock = socket.create_server(where[:2], family=family, backlog=128)  # type: ignore[arg-type]
+        _open.add(sock)
+    sock.setblocking(False)
+    return sock
+
+
+def accept(listening: socket.socket, context: ssl.SSLContext) -> tuple[ssl.SSLSocket, str] | None:
+    """The next connection, before its handshake, and its address; ``None`` if there is none.
+
+    Raises:
+        OSError: if it cannot be accepted.
+    """
+    with _making:
+        try:
+            sock, where = listening.accept()
+        except BlockingIOError:
+            return None
+        secured = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        _open.add(secured)
+    return secured, f"{where[0]}:{where[1]}"
+
+
+def connect(address: str, port: int, context: ssl.SSLContext, timeout_s: float) -> ssl.SSLSocket:
+    """Connect, before the handshake.
+
+    Raises:
+        OSError: if nobody answers within ``timeout_s``.
+    """
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with _making:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        _open.add(sock)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(where)
+        with _making:
+            secured = context.wrap_socket(sock, do_handshake_on_connect=False)
+            _open.add(secured)
+    except BaseException:
+        sock.close()
+        raise
+    return secured
+
+
+def set_options(sock: socket.socket, timeout_s: int) -> None:
+    """Send small messages at once; notice within ``timeout_s`` that the other host is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, timeout_s // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, timeout_s // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * timeout_s)
+
+
+def read_exactly(sock: socket.socket, room: memoryview, until: float | None = None) -> None:
+    """Fill ``room``; ``until``: a time of ``time.monotonic``.
+
+    Raises:
+        OSError: if the stream ends before, or the time is over.
+    """
+    done = 0
+    while done < len(room):
+        if until is not None:
+            sock.settimeout(max(until - time.monotonic(), 0.001))
+        count = sock.recv_into(room[done:])
+        if not count:
+            raise ConnectionError("it ended the connection")
+        done += count
+
+
+def shut(sock: socket.socket) -> None:
+    """End the connection, and what other threads wait for at it."""
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of SSLSocket would race with them

@@ -1,0 +1,118 @@
+"""The key of a run over several hosts."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.errors import UserError
+from hybridtrain.worlds.hosts.key import Key
+
+KEY = Key.new()
+
+
+def shakes_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    """A handshake in memory; raises ``ssl.SSLError`` where one side refuses the other."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    for side in sides * 3:
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+    assert {side.version() for side in sides} == {"TLSv1.3"}
+
+
+def test_a_file_of_mode_600_gives_the_same_key_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    KEY.write(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Key.read(path) == KEY == Key.from_bytes(KEY.to_bytes())
+    shakes_hands(KEY.context(True), Key.read(path).context(False))
+
+
+def test_neither_side_accepts_another_key() -> None:
+    other = Key.new()
+    with pytest.raises(ssl.SSLError):
+        shakes_hands(KEY.context(True), other.context(False))
+    nothing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nothing.check_hostname, nothing.verify_mode = False, ssl.CERT_NONE
+    with pytest.raises(ssl.SSLError):
+        shakes_hands(KEY.context(True), nothing)
+
+
+def test_an_existing_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    path.write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        KEY.write(path)
+    assert path.read_text() == "mine"
+    with pytest.raises(UserError, match="cannot write"):
+        KEY.write(tmp_path / "no" / "folder")
+
+
+def test_a_file_that_others_can_open_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    KEY.write(path)
+    path.chmod(0o640)
+    with pytest.raises(UserError, match="chmod 600"):
+        Key.read(path)
+
+
+def test_a_file_of_somebody_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.key"
+    KEY.write(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UserError, match="belongs to user"):
+        Key.read(path)
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    for path in (tmp_path, tmp_path / "fifo", tmp_path / "missing"):
+        with pytest.raises(UserError, match="the key file"):
+            Key.read(path)
+
+
+WHOLE = KEY.to_bytes()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no key\n",
+        WHOLE[:-40],
+        WHOLE + b"more",
+        WHOLE + WHOLE,
+        KEY.certificate + KEY.authority,
+        KEY.authority + KEY.certificate + Key.new().private_key,
+        WHOLE.replace(WHOLE[100:104], b"AAAA", 1),
+        bytes(range(256)),
+    ],
+)
+def test_a_damaged_key_is_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "run.key"
+    path.touch(0o600)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="damaged"):
+        Key.read(path)
+
+
+def test_without_the_package_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
+    with pytest.raises(UserError, match=r"hybridtrain\[hosts\]"):
+        Key.new()
+
+
+def test_the_private_key_is_not_shown() -> None:
+    assert "PRIVATE" not in repr(KEY)
