@@ -35,6 +35,7 @@ CONTROL, UP, DOWN = ROLES = ("control", "up", "down")  # "up": rows from another
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 1 << 16
 _GREETING_S = 5.0
+_HALF_S = 10.0  # between the first and the last connection of a host
 _MOST_PENDING = 16
 _MOST_REASONS = 100
 _RETRY_S = 0.2
@@ -142,7 +143,7 @@ class Listener:
                 self._accept()
             except Exception as error:  # no descriptor, no thread, a connection that is gone
                 self._refuse("a connection", in_words(error))
-                select.select([self._wake], [], [], 0.05)
+                time.sleep(0.05)
 
     def _drop_halves(self) -> None:
         with self._lock:
@@ -214,7 +215,7 @@ class Listener:
             if self._closed:
                 raise _Refused("this host has stopped listening")
             half = self._halves.setdefault(
-                identity, _Half(host, said["about"], time.monotonic() + 2 * _GREETING_S)
+                identity, _Half(host, said["about"], time.monotonic() + _HALF_S)
             )
             half.made[said["role"]] = sock
             if len(half.made) < len(ROLES):

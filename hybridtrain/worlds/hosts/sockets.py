@@ -43,7 +43,7 @@ def listen(address: str, port: int) -> socket.socket:
         address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     with _making:
-        sock = socket.create_server(where[:2], family=family, backlog=128)  # type: ignore[arg-type]
+        sock = socket.create_server(where[:2], family=family, backlog=128)
         _open.add(sock)
     sock.setblocking(False)
     return sock

@@ -127,7 +127,7 @@ class HostConnection:
         """
         body = pickled(message)
         with self._changed:
-            if self._closed or self._lost is not None:
+            if self._closed or self._broken is not None:
                 return
             for start, end in spans:
                 if self._memory is None or not 0 <= start <= end <= len(self._memory):
@@ -183,7 +183,7 @@ class HostConnection:
     def close(self) -> None:
         """Send what is queued, for at most a second, and end; may be called again."""
         with self._changed:
-            if not self._closed and self._lost is None:
+            if not self._closed and self._broken is None:
                 self._say(GOODBYE, 0)
             self._closed = True
             self._changed.notify_all()
@@ -210,7 +210,7 @@ class HostConnection:
             reason = f"{type(error).__name__}: {error}"
         with self._changed:
             reason = self._broken or reason
-            self._broken = reason
+            self._broken = reason  # nobody sends from here on
             self._changed.notify_all()
         for sock in (self._control, self._outward, self._inward):
             sockets.shut(sock)
