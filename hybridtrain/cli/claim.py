@@ -28,6 +28,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from hybridtrain.cli.further_host import diverted
 from hybridtrain.cli.validation.host_checks import check_directory, check_files
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.watchdog import process_state, to_stderr
@@ -219,6 +220,11 @@ class Claiming(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Called before Hydra writes the configuration there."""
+        try:
+            if diverted(config):
+                return
+        except UserError as error:
+            raise Refused(error) from None
         claim_or_refuse(Path(str(config.hydra.run.dir)), "hydra.run.dir")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:

@@ -16,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.cli import claim, explain, hydra_config, new, resume
+from hybridtrain.cli import claim, explain, further_host, hydra_config, key, new, resume
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
 from hybridtrain.cli.quiet import hush
 from hybridtrain.cli.sweep import job_launcher, job_process
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["new"]:
         return new.main(given[1:])
+    if given[:1] == ["key"]:
+        return key.main(given[1:])
     hold_standard_streams()
     job_process.remember_environment()
     hush()
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if job_launcher.ROWS:
         outcome = _end_of_sweep(outcome)
     claim.release_all()
+    further_host.remove_temporary()
     job_process.report(outcome)
     return outcome.exit
 

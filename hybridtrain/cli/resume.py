@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 import hybridtrain
 from hybridtrain.cli import hydra_config
 from hybridtrain.cli.claim import attempt, claim, release, started_by_a_run
+from hybridtrain.cli.further_host import place_in
 from hybridtrain.cli.hydra_config import changed_keys, placed, portable, quoted
 from hybridtrain.cli.validation.host_checks import check_files, check_owner
 from hybridtrain.errors import UserError
@@ -106,7 +107,7 @@ def _automatic(typed: dict[str, str], values: dict[str, Any]) -> list[str]:
         try:
             check_run(directory)
             same = not _differences(directory, plain, list(plain.values()))
-            if not same or attempt(directory, "resume=auto") is not None:
+            if not same or _is_used(directory):
                 continue
         except UserError:
             continue  # of another version, damaged, or read-only
@@ -118,6 +119,15 @@ def _automatic(typed: dict[str, str], values: dict[str, Any]) -> list[str]:
         flush=True,
     )
     return list(typed.values())
+
+
+def _is_used(directory: Path) -> bool:
+    return not _is_of_host_0(directory) and attempt(directory, "resume=auto") is not None
+
+
+def _is_of_host_0(directory: Path) -> bool:
+    """Whether another host than this one claims the run's directory."""
+    return place_in(configuration(directory)).host > 0
 
 
 def _but(typed: dict[str, str], *keys: str) -> dict[str, str]:
@@ -146,7 +156,8 @@ def _last(typed: dict[str, str], values: dict[str, Any]) -> Path:
 
 def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str]:
     check_run(directory)
-    claim(directory, f"resume={directory}", "end that run first, or wait")
+    if not _is_of_host_0(directory):
+        claim(directory, f"resume={directory}", "end that run first, or wait")
     for key in ("ckpt", "hydra.run.dir"):
         if key in typed:
             raise UserError(

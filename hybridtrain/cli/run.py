@@ -50,6 +50,7 @@ from hybridtrain.cli.exit_status import (
     printed,
 )
 from hybridtrain.cli.explain import naming_monitors
+from hybridtrain.cli.further_host import place_in, quiet
 from hybridtrain.cli.hydra_config import overrides_of, portable
 from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.cli.resume import newest, sign
@@ -64,6 +65,8 @@ from hybridtrain.cli.validation.target_checks import check_targets, made
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher, purge_from
+from hybridtrain.lightning.hosts.agreement import compare_configuration
+from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0
 from hybridtrain.lightning.launcher import usable_cores
 from hybridtrain.lightning.preflight.strategy_checks import check_free_running
 from hybridtrain.lightning.results.logger_state import keep_rows, let_write
@@ -73,6 +76,7 @@ from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.advice import advise
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
 from hybridtrain.util.files import open_input, read_text, short, write_whole
+from hybridtrain.util.host_place import Place
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
 from hybridtrain.worlds.local.signals import ending_signals
@@ -270,9 +274,15 @@ def execute(cfg: DictConfig) -> CommandOutcome:
     box: list[Parts] = []
 
     def body() -> CommandOutcome:
-        parts = build(cfg, overrides)
-        box.append(parts)
-        begin(cfg)
+        place = place_in(cfg)
+        be_silent_beyond_host_0(place)
+        with quiet(place):
+            parts = build(cfg, overrides)
+            box.append(parts)
+            begin(cfg)
+            if place.host > 0:
+                _train_beyond_host_0(cfg, parts, place)
+                return CommandOutcome()
         _train_and_test(cfg, parts)
         return _outcome(cfg, parts)
 
@@ -281,7 +291,7 @@ def execute(cfg: DictConfig) -> CommandOutcome:
 
     with terminating(), no_process_left(), vanishing_sockets():
         outcome = guarded(lambda: mapping_signals(body, strategy), overrides)
-    if box:
+    if box and place_in(cfg).host == 0:
         ended, wall_s = outcome, time.perf_counter() - began
         outcome = guarded(lambda: _sum_up(cfg, box[0], ended, wall_s), overrides)
     return replace(outcome, directory=short(cfg.run_dir))
@@ -296,6 +306,7 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
     check_machine(cfg)
     check_directory(Path(cfg.run_dir))
     check_targets(cfg)
+    compare_configuration(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
     drawn_seed = seed_all(cfg.seed, drawn_seed)
     _try_optimizer(cfg)
     module = made("model", cfg.model, pl.LightningModule)
@@ -359,14 +370,31 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
     ckpt = cfg.ckpt
     if not cfg.test_only:
         with keeping_whole(trainer), naming_monitors(cfg):
-            trainer.fit(
-                module, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None
-            )
+            _fit(cfg, parts)
         parts.metrics |= metrics_of(trainer)
         ckpt = best_checkpoint(trainer)
     if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
         loggers = [] if unsaved(trainer) else writable(_quiet_csv(parts.loggers))
         evaluate(cfg, parts, ckpt, loggers)
+
+
+def _fit(cfg: DictConfig, parts: Parts) -> None:
+    weights_only = True if cfg.ckpt else None
+    parts.trainer.fit(
+        parts.module, datamodule=parts.data, ckpt_path=cfg.ckpt, weights_only=weights_only
+    )
+
+
+def _train_beyond_host_0(cfg: DictConfig, parts: Parts, place: Place) -> None:
+    """Train with this host's workers; host 0 tests, and writes all there is to write."""
+    if cfg.test_only:
+        return
+    n_workers = parts.trainer.num_devices * cfg.strategy.workers_per_device
+    to_stderr(
+        f"host {place.host} of {place.n_hosts}: {n_workers} worker{'s' * (n_workers > 1)}, relay "
+        f"to {place.address}"
+    )
+    _fit(cfg, parts)
 
 
 def _quiet_csv(loggers: list[Logger]) -> list[Logger]:

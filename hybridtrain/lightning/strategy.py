@@ -114,6 +114,8 @@ class HybridStrategy(SingleHost):
             from its own past; ``None``: never. Its stacks are printed before.
         faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
             :class:`hybridtrain.testing.faults.Fault`.
+        hosts_key: a file with the key by which the hosts of a run over several know each other,
+            made by ``python -m hybridtrain key FILE``; torchrun hands one over without it.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
         checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
 

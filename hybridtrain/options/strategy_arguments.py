@@ -72,6 +72,7 @@ class StrategyArguments(LightningArguments, total=False):
     max_restarts: Natural | None
     hang_timeout_s: Above0 | Literal["auto"] | None
     faults: Sequence[Any] | None
+    hosts_key: str | None
     record: str | Path | None
     checkpoint: Literal["blocking", "background"]
 
@@ -98,6 +99,7 @@ DEFAULTS = StrategyArguments(
     max_restarts=3,
     hang_timeout_s="auto",
     faults=(),
+    hosts_key=None,
     record=None,
     checkpoint="blocking",
 )

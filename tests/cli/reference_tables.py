@@ -49,6 +49,7 @@ SOURCES = {
 }
 COMMANDS = {
     "hybridtrain new": (),
+    "hybridtrain key": (),
     "hybridtrain.replay": replay.OPTIONS,
     "hybridtrain.compare": ("out",),
     "hybridtrain.simulate": (*simulate_options.OPTIONS, "task"),
@@ -59,6 +60,7 @@ COMMANDS = {
 
 ELSEWHERE = {  # where the docstring is that a command prints
     "hybridtrain new": "hybridtrain.cli.new",
+    "hybridtrain key": "hybridtrain.cli.key",
     "hybridtrain.simulate": "hybridtrain.simulate.simulate_cli",
 }
 

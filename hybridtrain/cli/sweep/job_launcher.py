@@ -27,10 +27,12 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.further_host import number_of_hosts
 from hybridtrain.cli.hydra_config import overrides_of
 from hybridtrain.cli.sweep import job_process
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
+from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.comparison import PAGE, compare
@@ -86,6 +88,7 @@ class ProcessLauncher(Launcher):
         for job in jobs:
             cfg = _without_hydra(job)
             check_config(cfg, overrides_of(job.hydra))
+            _check_hosts(cfg)
             check_machine(cfg)
         check_directory(Path(str(self.config.hydra.sweep.dir)))
         return [self._run(job, len(jobs) + initial_job_idx) for job in jobs]
@@ -119,6 +122,14 @@ class ProcessLauncher(Launcher):
         if self.start_method != "auto":
             return self.start_method == "fork"
         return hasattr(os, "fork") and not _gpu_present()
+
+
+def _check_hosts(cfg: DictConfig) -> None:
+    if (given := number_of_hosts(cfg)) > 1:
+        raise UserError(
+            f"trainer.num_nodes={given} was given with --multirun, whose jobs use one host; start "
+            "each run over several hosts by itself, or leave trainer.num_nodes out"
+        )
 
 
 def _gpu_present() -> bool:

@@ -24,6 +24,7 @@ from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
+from hybridtrain.lightning.hosts.cluster import check_key_is_reachable, place_of
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning.step.worker_step import WorkerStep
 from hybridtrain.lightning_package import decide, is_foreign, other_than, refuse_mixture
@@ -46,7 +47,7 @@ def check_trainer(trainer: Any, whole_rounds: bool) -> None:
     _check_process()
     _check_package(trainer)
     _check_accelerator(trainer.accelerator)
-    _check_environment(context_of(trainer).cluster_environment)
+    _check_hosts(context_of(trainer))
     if trainer.state.fn != "fit":
         return
     if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
@@ -119,21 +120,17 @@ def _check_accelerator(accelerator: Any) -> None:
         )
 
 
-def _check_environment(environment: Any) -> None:
-    """Refuse processes started externally: each would train a model of its own."""
-    if environment is None or not environment.creates_processes_externally:
+def _check_hosts(strategy: HybridStrategy) -> None:
+    place = place_of(strategy.num_nodes, strategy.cluster_environment)
+    if place.n_hosts == 1:
         return
-    try:
-        n_started = environment.world_size()
-    except KeyError:  # SLURM's, given by hand where there is no SLURM
-        return
-    if n_started > 1:
+    if strategy.requirements.in_place:
         raise UserError(
-            f"this is one of {n_started} processes that {type(environment).__name__} has started, "
-            "but the workers of one training are started by trainer.fit itself; start the script "
-            "once (python script.py, srun --ntasks=1) and say Trainer(devices=...), or use "
-            "strategy='ddp'"
+            f"num_nodes={place.n_hosts} was given, but workers that write to the parameters "
+            "themselves (strategy=hogwild, exchange=in_place) need their memory; use num_nodes=1, "
+            "or strategy=async, diloco or easgd"
         )
+    check_key_is_reachable(place, strategy.data_options["hosts_key"])
 
 
 def _check_interval(trainer: Any) -> None:

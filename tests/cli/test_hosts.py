@@ -1,0 +1,84 @@
+"""The command line on several hosts: all but the first write nothing; ``key`` makes their key."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from hybridtrain.cli import run
+from hybridtrain.lightning.single_host import SingleHost
+from hybridtrain.worlds.hosts.key import Key
+from tests.cli.conftest import Command, in_use
+from tests.cli.test_claim import cut_short
+from tests.cli.tiny import TINY
+
+HOST_1 = {"NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2345"}
+SEVERAL = [*TINY, "trainer.num_nodes=2", "trainer.devices=2"]
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """On host 1, where training is only noted: the run directory of each."""
+    noted: list[str] = []
+    for name, value in HOST_1.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    monkeypatch.setattr(run, "_fit", lambda cfg, parts: noted.append(cfg.run_dir))
+    monkeypatch.setattr(SingleHost, "num_nodes", property(lambda self: 2, lambda self, n: None))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return noted
+
+
+def test_host_1_writes_nothing_and_says_one_line(command: Command, fits: list[str]) -> None:
+    Path("mine").mkdir()
+    with in_use("mine"):  # by host 0
+        result = command(*SEVERAL, "hydra.run.dir=mine", "logger=both", "test=true")
+    assert result.code == 0, result.err
+    assert result.complaint == "hybridtrain: host 1 of 2: 2 workers, relay to 127.0.0.1"
+    assert result.out == ""
+    assert list(Path("mine").iterdir()) == [Path("mine/.lock")]
+    assert len(fits) == 1 and list(Path("temporary").iterdir()) == []
+    assert rank_zero_only.rank == 1  # type: ignore[attr-defined]
+
+
+def test_host_1_goes_on_with_a_run_whose_directory_host_0_has_claimed(
+    command: Command, fits: list[str]
+) -> None:
+    os.environ["NODE_RANK"] = "0"
+    first = command(*SEVERAL, "hydra.run.dir=old", "test=false", "strategy.record=null")
+    assert first.code == 0, first.err
+    cut_short("old")
+    os.environ["NODE_RANK"] = "1"
+    with in_use("old"):
+        result = command("resume=old")
+    assert result.code == 0, result.err
+    assert "old goes on from its beginning" in result.out
+    assert fits[0] == str(Path("old").absolute()) and "temporary" in fits[1]
+
+
+def test_a_mistake_of_the_engine_is_one_line(command: Command, fits: list[str]) -> None:
+    os.environ["NODE_RANK"] = "2"
+    result = command(*SEVERAL)
+    assert result.code == 2 and "NODE_RANK=2 was given" in result.complaint and fits == []
+
+
+def test_a_sweep_is_refused(command: Command, fits: list[str]) -> None:
+    result = command(*SEVERAL, "-m", "seed=1,2")
+    assert result.code == 2 and "trainer.num_nodes=2 was given with --multirun" in result.complaint
+
+
+def test_key_makes_a_file_that_only_this_user_can_read(command: Command) -> None:
+    pytest.importorskip("cryptography")
+    assert command("key", "mine").out.startswith("mine: a key; copy it to every host")
+    assert stat.S_IMODE(Path("mine").stat().st_mode) == 0o600
+    assert Key.read(Path("mine")) == Key.read(Path("mine"))
+    again = command("key", "mine")
+    assert again.code == 2 and "exists already" in again.complaint
+    nothing = command("key")
+    assert nothing.code == 2 and "python -m hybridtrain key FILE" in nothing.complaint

@@ -1,0 +1,263 @@
+"""Which host this is, how it gets the key, and each mistake in one line."""
+
+from __future__ import annotations
+
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.plugins.environments import ClusterEnvironment, LightningEnvironment
+from torch.distributed import TCPStore
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.hosts import cluster
+from hybridtrain.lightning.hosts.cluster import (
+    be_silent_beyond_host_0,
+    handed_over,
+    key_file,
+    place_of,
+    take_key,
+)
+from hybridtrain.util.host_place import Place
+from hybridtrain.worlds.hosts.key import Key
+
+VARIABLES = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "a",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "2345",
+}
+SLURM = {
+    "SLURM_NTASKS": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NODELIST": "n[05-06,9],m1",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "3",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (*VARIABLES, *TORCHRUN, *SLURM, "LOCAL_RANK", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+def started(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **more: str) -> None:
+    for name, value in {**variables, **more}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_torchrun_slurm_and_variables_say_which_host_this_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, address = {"host": 1, "n_hosts": 2}, "10.0.0.7"
+    started(monkeypatch, VARIABLES)
+    by_hand = Place(**one, address=address, port=2345, engine="variables")
+    assert place_of(2, LightningEnvironment()) == by_hand
+    started(monkeypatch, SLURM)
+    given = Place(**one, address=address, port=2345, run="1234567.3", engine="Slurm")
+    assert place_of(2, None) == given
+    for name in VARIABLES:
+        monkeypatch.delenv(name)
+    assert place_of(2, None) == replace(given, address="n05", port=19567)
+    started(monkeypatch, TORCHRUN)  # within Slurm, as Lightning decides
+    elastic = Place(**one, address=address, run="a", engine="torchrun", store_port=2345)
+    assert place_of(2, None) == elastic
+    started(monkeypatch, VARIABLES)
+    assert place_of(2, LightningEnvironment()) == by_hand  # chosen as a plugin
+    assert place_of(1, None) == Place()
+
+
+class Own(LightningEnvironment):
+    """A scheduler that Lightning does not know."""
+
+    def __init__(self, host: int, n_started: int = 2) -> None:
+        super().__init__()
+        self.host, self.n_started = host, n_started
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "there"
+
+    @property
+    def main_port(self) -> int:
+        return 7
+
+    def world_size(self) -> int:
+        return self.n_started
+
+    def node_rank(self) -> int:
+        return self.host
+
+
+def test_an_environment_of_the_users_own_is_asked() -> None:
+    place = place_of(2, Own(1))
+    assert (place.host, place.address, place.port, place.engine) == (1, "there", 7, "Own")
+
+
+WRONG: list[Any] = [
+    (SLURM, {"SLURM_NNODES": "3"}, "num_nodes=2 was given, but Slurm.* on 3; .*srun --nodes=2"),
+    (SLURM, {"SLURM_NTASKS": "4"}, "4 tasks on 2 hosts.*srun --nodes=2 --ntasks-per-node=1"),
+    (TORCHRUN, {"GROUP_WORLD_SIZE": "3"}, "num_nodes=2 .*torchrun runs on 3;.*--nnodes 2"),
+    (
+        TORCHRUN,
+        {"LOCAL_WORLD_SIZE": "4"},
+        "4 processes on this host.*torchrun --nnodes 2 --nproc-per-node 1 ... trainer.devices=4",
+    ),
+    (VARIABLES, {"NODE_RANK": ""}, "NODE_RANK is missing; set NODE_RANK, MASTER_ADDR and"),
+    (VARIABLES, {"NODE_RANK": "2"}, "NODE_RANK=2 was given; .*from 0 to 1"),
+    (VARIABLES, {"NODE_RANK": "-1"}, "NODE_RANK=-1 was given; .*from 0 to 1"),
+    (VARIABLES, {"NODE_RANK": "one"}, "NODE_RANK=one was given; .*whole number"),
+    (VARIABLES, {"MASTER_ADDR": ""}, "MASTER_ADDR is missing; .*the address of host 0"),
+    (VARIABLES, {"MASTER_PORT": ""}, "MASTER_PORT is missing"),
+    (VARIABLES, {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 was given; .*to 65535"),
+    (VARIABLES, {"LOCAL_RANK": "1"}, "one of several processes of its host.*start it once"),
+]
+
+
+@pytest.mark.parametrize(("engine", "change", "match"), WRONG, ids=[str(x[1]) for x in WRONG])
+def test_what_does_not_agree_is_one_error(
+    engine: dict[str, str], change: dict[str, str], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(monkeypatch, engine, **change)
+    with pytest.raises(UserError, match=match):
+        place_of(2, None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "match"),
+    [
+        (Own(2), "this is host 2.*from 0 to 1"),
+        (Own(0, 4), "Own has started 4 processes; start one"),
+    ],
+)
+def test_an_environment_that_does_not_agree(environment: ClusterEnvironment, match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        place_of(2, environment)
+
+
+def test_only_host_0_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    be_silent_beyond_host_0(Place(host=0, n_hosts=2))
+    assert rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    be_silent_beyond_host_0(Place(host=1, n_hosts=2))
+    assert rank_zero_only.rank == 1  # type: ignore[attr-defined]
+
+
+# ---- the key ------------------------------------------------------------------------------------
+
+HERE = Place(host=1, n_hosts=2, port=2345, engine="variables")
+KEY = Key(b"authority", b"certificate", b"private")
+
+
+@pytest.fixture(autouse=True)
+def plain_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that need no cryptography."""
+    monkeypatch.setattr(Key, "to_bytes", lambda self: b"key " + self.private_key)
+    monkeypatch.setattr(Key, "from_bytes", lambda content: replace(KEY, private_key=content[4:]))
+
+
+def test_on_one_machine_the_key_lies_in_a_file_of_the_users_while_host_0_lives() -> None:
+    key_file(2345).write_bytes(b"key of a run that was killed")
+    key_file(2345).chmod(0o600)
+    with pytest.raises(UserError, match="NODE_RANK=0 on this machine"):
+        take_key(HERE, None, 0.01)
+    with handed_over(replace(HERE, host=0), 2345, KEY, None):
+        assert stat.S_IMODE(key_file(2345).stat().st_mode) == 0o600
+        assert take_key(HERE, None) == (KEY, "127.0.0.1", 2345)
+    assert not key_file(2345).exists()
+
+
+def test_a_file_that_others_can_read_or_a_link_counts_for_nothing(tmp_path: Path) -> None:
+    path = key_file(2345)
+    path.write_bytes(b"key x")
+    path.chmod(0o644)
+    with pytest.raises(UserError, match=r"nobody else can read.*remove it"):
+        take_key(HERE, None, 5)
+    path.rename(tmp_path / "other")
+    (tmp_path / "other").chmod(0o600)
+    path.symlink_to(tmp_path / "other")
+    with pytest.raises(UserError, match="nobody else can read"):
+        take_key(HERE, None, 5)
+
+
+def test_a_name_that_cannot_be_replaced_is_one_error() -> None:
+    key_file(2345).mkdir()
+    with (
+        pytest.raises(UserError, match=r"cannot be replaced.*MASTER_PORT.*hosts_key=FILE"),
+        handed_over(replace(HERE, host=0), 2345, KEY, None),
+    ):
+        pass
+
+
+def test_far_hosts_need_a_key() -> None:
+    far = replace(HERE, address="10.0.0.7")
+    for wanted in (lambda: take_key(far, None), lambda: cluster.key_of(far, None)):
+        with pytest.raises(UserError, match=r"python -m hybridtrain key FILE.*hosts_key=FILE"):
+            wanted()
+
+
+def test_the_key_in_a_file_of_the_users_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = replace(HERE, address="10.0.0.7")
+    monkeypatch.setattr(Key, "read", lambda path: KEY)
+    with handed_over(replace(far, host=0), 2345, KEY, "file"):
+        assert take_key(far, "file") == (KEY, "10.0.0.7", 2345)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_torchruns_store_hands_over_key_and_port_of_a_server_that_lives(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Key, "read", lambda path: KEY)
+    place = Place(host=1, n_hosts=2, run="a", engine="torchrun", store_port=store.port)
+    with pytest.raises(UserError, match="host 0 of 2 has not come"):
+        take_key(place, None, 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with handed_over(replace(place, host=0), port, KEY, None):
+            assert take_key(place, None, 60) == (KEY, "127.0.0.1", port)
+        with handed_over(replace(place, host=0), port, KEY, "file"):
+            assert take_key(place, "file", 60) == (KEY, "127.0.0.1", port)
+            with pytest.raises(UserError, match=r"host 0 was given strategy\.hosts_key"):
+                take_key(place, None, 60)
+        with handed_over(replace(place, host=0), port, KEY, None):
+            pass
+    with pytest.raises(UserError, match="has not come"):  # restarted: that server is gone
+        take_key(place, None, 0.5)
+
+
+def test_a_store_that_is_not_there_is_one_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = Place(host=1, n_hosts=2, run="a", engine="torchrun", store_port=port)
+    with pytest.raises(UserError, match=re.escape(f"store at 127.0.0.1:{port} does not answer")):
+        take_key(place, None, 0.5)
+
+
+def test_host_0_publishes_the_address_by_which_it_reaches_the_store() -> None:
+    assert cluster.address_towards(Place(n_hosts=2, store_port=9)) == "127.0.0.1"
+    assert cluster.address_towards(Place(n_hosts=2, address="nowhere.invalid", store_port=9)) == (
+        "nowhere.invalid"
+    )
