@@ -224,7 +224,7 @@ def _key_fault(
         return f"{key}: {'.'.join(above)} is a single value and has no key {wanted!r}"
     names = [str(x) for x in node if not str(x).startswith("_")] + ([] if above else list(choices))
     where = f"in {'.'.join(above)}" if above else "at the top"
-    meant = hint(wanted, names) or _elsewhere(base, leaf)
+    meant = _elsewhere(base, leaf) or hint(wanted, names)
     valid = ", ".join(sorted(set(names)))
     known = f"Valid are {valid}." if valid else "There are none."
     return f"{key}: there is no key {wanted!r} {where}{meant}. {known}"

@@ -175,7 +175,7 @@ def shortage(error: BaseException, strategy: Any) -> Shortage | None:
     device, memory = strategy.root_device, strategy.device_memory
     if device.type not in KINDS:
         return None
-    module, worker = torch.get_device_module(device), strategy.global_rank
+    module, worker = torch.get_device_module(device), strategy.local_rank
     try:
         free, total = module.mem_get_info(device)
         held = module.memory_allocated(device)
@@ -203,7 +203,7 @@ def note_need(error: BaseException, strategy: Any) -> None:
     """Training continues: record the need at the error, if the other workers leave that much."""
     found, needs = shortage(error, strategy), strategy.device_memory.needs
     if found is not None and needs is not None and found.is_left_by_others:
-        worker = strategy.global_rank
+        worker = strategy.local_rank
         needs.note(worker, found.needed, found.total)
         strategy.device_memory.hold(strategy.root_device, strategy.workers_per_device, worker)
 

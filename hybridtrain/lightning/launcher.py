@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pytorch_lightning as pl
 import torch
@@ -34,6 +34,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
     leave_signals_alone,
     tear_down,
 )
+from hybridtrain.lightning.hosts.joining import joined, other_hosts, result_of
 from hybridtrain.lightning.preflight.machine_checks import check_startup
 from hybridtrain.lightning.preflight.strategy_checks import (
     check_correction,
@@ -58,12 +59,21 @@ from hybridtrain.recovery.failure_policy import Judge
 from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worker.device.cuda import forbids_fork
+from hybridtrain.worlds.hosts.other_hosts import Hosts
+from hybridtrain.worlds.hosts.relay import Relay
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.process_world import BeginAnew, ProcessWorld
 from hybridtrain.worlds.local.signals import Interrupted, wait_unless_signalled
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
+
+
+class Workers(NamedTuple):
+    """How workers are started; ``threads``: of each, for torch."""
+
+    start_method: str
+    threads: int
 
 
 class HybridLauncher(Launcher):
@@ -115,30 +125,59 @@ class HybridLauncher(Launcher):
         check_all(strategy, trainer)
         strategy.faults.begin(trainer, strategy.world_size)
         snapshot = carried(trainer, start_method)
-        scratch = Scratch()
+        scratch = Scratch(apart=strategy.node_rank > 0)
         job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
         threads = threads_of_a_worker(strategy)
         check_startup(strategy, start_method, threads, usable_cores(), job)
-        strategy.interrupted_by, judge = None, Judge(strategy.on_failure)
-        results = None
-        while results is None:
-            try:
-                try:
-                    results = self._run(job, judge, start_method, threads)
-                except BeginAnew as lost:
-                    wait_unless_signalled(lost.delay_s)
-            except Interrupted as interruption:
-                self._interrupt(interruption, trainer, scratch)
+        strategy.interrupted_by = None
+        way = Workers(start_method, threads)
+        try:
+            if strategy.node_rank > 0:
+                results = [self._relay(job, way)]
+            else:
+                with other_hosts(strategy, scratch) as hosts:
+                    results = hosts.results = self._begin(job, way, hosts.others)
+        except Interrupted as interruption:
+            self._interrupt(interruption, trainer, scratch)
         return unpack(trainer, results, scratch, job.given())
 
-    def _run(self, job: _Job, judge: Judge, start_method: str, threads: int) -> list[Any]:
+    def _begin(self, job: _Job, way: Workers, others: Hosts | None) -> list[Any]:
+        """Train, and begin anew if all workers are lost before any has told its progress."""
+        judge = Judge(self._strategy.on_failure)
+        while True:
+            try:
+                return self._run(job, judge, way, others)
+            except BeginAnew as lost:
+                wait_unless_signalled(lost.delay_s)
+
+    def _relay(self, job: _Job, way: Workers) -> Any:
+        """Serve the workers of this host; return the first worker's result."""
+        strategy, trainer = self._strategy, job.trainer
+        with joined(strategy) as connection:
+            relay = Relay(
+                connection,
+                strategy.numbers_here,
+                strategy.world_size,
+                strategy.requirements,
+                way.start_method,
+                way.threads,
+                Watchdog(strategy.patience),
+                places_of(strategy),
+                strategy.stop_grace_s,
+            )
+            with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
+                job.loggers = logger_states(trainer) if way.start_method == "fork" else []
+                return result_of(relay.run(partial(_body_of, job)))
+
+    def _run(self, job: _Job, judge: Judge, way: Workers, others: Hosts | None) -> list[Any]:
         """Train with new workers; return their results."""
         strategy, trainer = self._strategy, job.trainer
+        threads, start_method = way.threads, way.start_method
         in_update = usable_cores() if strategy.requirements.whole_rounds else 1
         server = serving(strategy, trainer, threads, in_update)
         interrupt_updates(server, strategy.faults)
         with profiled(trainer, server, strategy.world_size):
-            world = world_of(strategy, server, judge, start_method, threads)
+            world = world_of(strategy, server, judge, way, others)
             try:
                 with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
                     job.loggers = logger_states(trainer) if start_method == "fork" else []
@@ -147,7 +186,8 @@ class HybridLauncher(Launcher):
                 error = sys.exc_info()[0]
                 faults = {} if error is BeginAnew else strategy.faults.conclude(well=error is None)
                 kept = strategy.keeping.figures() | strategy.device_memory.figures()
-                strategy.remember_stats(server.statistics.stats() | faults | kept)
+                between = {} if others is None else {"hosts": others.stats()}
+                strategy.remember_stats(server.statistics.stats() | faults | kept | between)
 
     def _interrupt(
         self, interruption: Interrupted, trainer: pl.Trainer, scratch: Scratch
@@ -217,7 +257,7 @@ def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None
     with (
         strategy.keeping.listening(trainer),
         vanishing_sockets(),
-        strategy.device_memory.measured(strategy.parallel_devices or [], strategy.world_size),
+        strategy.device_memory.measured(strategy.parallel_devices or [], strategy.local_workers),
         pages_of(strategy, trainer),
         logs_open(trainer),
     ):
@@ -240,23 +280,35 @@ def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
 
 
 def world_of(
-    strategy: HybridStrategy, server: Server, judge: Judge, start_method: str, threads: int
+    strategy: HybridStrategy, server: Server, judge: Judge, way: Workers, others: Hosts | None
 ) -> ProcessWorld:
     """The processes of the workers, with a watchdog for hanging and slow ones."""
     watchdog = Watchdog(strategy.patience, also=SlowReport(server.statistics.stats, to_stderr))
-    size, grace_s = strategy.world_size, strategy.stop_grace_s
-    devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
-    places = [devices[number % len(devices)] for number in range(size)]
     return ProcessWorld(
-        server, size, start_method, threads, grace_s, judge, watchdog, places, may_meet(strategy)
+        server,
+        strategy.world_size,
+        way.start_method,
+        way.threads,
+        strategy.stop_grace_s,
+        judge,
+        watchdog,
+        places_of(strategy),
+        may_meet(strategy),
+        others,
     )
+
+
+def places_of(strategy: HybridStrategy) -> list[str]:
+    """The devices of this host's workers, in words."""
+    devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
+    return [devices[number % len(devices)] for number in range(strategy.local_workers)]
 
 
 def may_meet(strategy: HybridStrategy) -> bool:
     """Whether workers may make updates without the server."""
     maker = strategy.requirements.maker
     corrects = maker is UpdateMaker.ONE_BY_ONE and strategy.correction is not None
-    return maker.borrows and not (corrects or strategy.faults.in_updates)
+    return maker.borrows and not (corrects or strategy.faults.in_updates or strategy.num_nodes > 1)
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
@@ -302,7 +354,7 @@ def usable_cores() -> int:
 def threads_of_a_worker(strategy: HybridStrategy) -> int:
     """The user's number of threads, or a worker's share of the cores."""
     wanted = strategy.threads_per_worker
-    return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted
+    return max(1, usable_cores() // strategy.local_workers) if wanted == "auto" else wanted
 
 
 def carried(trainer: pl.Trainer, start_method: str) -> GlobalState | None:
@@ -356,7 +408,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     if job.global_state is not None:
         job.global_state.restore()
         stop_sharing(job.trainer.lightning_module)
-    os.environ["LOCAL_RANK"] = str(client.worker)
+    os.environ["LOCAL_RANK"] = str(client.worker - context_of(job.trainer).first_worker)
     forget_process_group()
     trainer: Any = job.trainer
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
@@ -391,6 +443,11 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         raise
     finally:
         leave_profile(trainer, client.worker)
+
+
+def _body_of(job: _Job, told: bytes | None, version: int) -> Callable[[Client], Any]:
+    """The work of a worker, or of one that replaces a lost one."""
+    return partial(_run_in_process, job) if told is None else _run_again(job, told, version)
 
 
 def _run_again(job: _Job, told: bytes, version: int) -> Callable[[Client], Any]:

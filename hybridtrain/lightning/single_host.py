@@ -1,4 +1,4 @@
-"""The part of the strategy with ranks, devices, collectives and optimizers, on one host."""
+"""The part of the strategy with ranks, devices, collectives and optimizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from pytorch_lightning.strategies import ParallelStrategy, Strategy
 
-from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
     answer_for_all_workers,
@@ -20,15 +19,20 @@ from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
+from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0, place_of
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.lightning.results.optimizers_at_home import Trained
+from hybridtrain.util.host_place import Place
 from hybridtrain.worker.client import Client
 
 _OPTIMIZERS: Any = Strategy.optimizers
 
 
 class SingleHost(ParallelStrategy):
-    """A strategy whose workers are all on one host."""
+    """A strategy whose workers have one server, and the same number on each host.
+
+    A worker's number is its global rank; workers of host 0 come first.
+    """
 
     strategy_name = "hybrid"
     keeping: CheckpointWriting
@@ -45,6 +49,8 @@ class SingleHost(ParallelStrategy):
     _schedules: list[Any]
     _lacks_optimizers = False  # in the calling process, after training
     _collectives: Collectives | None = None  # of a worker
+    _num_nodes = 1
+    _place: Place | None = None  # once it has been asked for
     _ahead: Ahead | None = None  # where workers compute on devices of their own
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -64,14 +70,40 @@ class SingleHost(ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
-        return 0 if self._client is None else self._client.worker
+        return self.first_worker if self._client is None else self._client.worker
+
+    @property
+    def local_workers(self) -> int:
+        """The number of workers on each host."""
+        return len(self.parallel_devices or [None]) * self.workers_per_device
+
+    @property
+    def first_worker(self) -> int:
+        """The number of this host's first worker."""
+        return self.node_rank * self.local_workers
+
+    @property
+    def numbers_here(self) -> range:
+        """The numbers of this host's workers."""
+        return range(self.first_worker, self.first_worker + self.local_workers)
+
+    @property
+    def place(self) -> Place:
+        """This host among those of the run.
+
+        Raises:
+            UserError: if the engine that started this process does not agree with ``num_nodes``.
+        """
+        if self._place is None:
+            self._place = place_of(self._num_nodes, self.cluster_environment)
+        return self._place
 
     def model_to_device(self) -> None:
         """Move the module; limit this worker to its share of the device."""
         module = self.lightning_module
         assert module is not None, "Lightning has set it"
         try:
-            self.device_memory.hold(self.root_device, self.workers_per_device, self.global_rank)
+            self.device_memory.hold(self.root_device, self.workers_per_device, self.local_rank)
             module.to(self.root_device)
         except torch.OutOfMemoryError as error:
             error.add_note(f"The parameters do not fit. {out_of_memory(error, self)}")
@@ -79,7 +111,7 @@ class SingleHost(ParallelStrategy):
 
     def measure_device(self) -> None:
         """Measure this worker's need of its device."""
-        self.device_memory.measure(self.root_device, self.workers_per_device, self.global_rank)
+        self.device_memory.measure(self.root_device, self.workers_per_device, self.local_rank)
 
     def remember_training(self, trained: Trained, updates: float | None) -> None:
         """In the calling process: keep what was trained for its checkpoints and optimizers.
@@ -152,12 +184,12 @@ class SingleHost(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[self.global_rank % len(devices)]
+        return devices[self.local_rank % len(devices)]
 
     @property
     def is_global_zero(self) -> bool:
         """Worker 0, or while it is lost, the remaining worker with the lowest number."""
-        return self._client is None or self._client.is_leader
+        return self.node_rank == 0 if self._client is None else self._client.is_leader
 
     @property
     def is_distributed(self) -> bool:
@@ -166,23 +198,21 @@ class SingleHost(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        return 1
+        return self._num_nodes
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1:
-            raise UserError(
-                f"num_nodes={num_nodes} was given, but {self.strategy_name} trains on one host; "
-                "use num_nodes=1, or strategy=ddp across hosts"
-            )
+        self._num_nodes, self._place = num_nodes, None
+        if num_nodes > 1:
+            be_silent_beyond_host_0(self.place)
 
     @property
     def local_rank(self) -> int:
-        return self.global_rank
+        return self.global_rank - self.first_worker
 
     @property
     def node_rank(self) -> int:
-        return 0  # also where a scheduler's environment has another
+        return self.place.host if self._num_nodes > 1 else 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -190,8 +220,8 @@ class SingleHost(ParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """As in Lightning, after a check of the shared memory for mini-batches."""
-        if self.global_rank == 0:
-            check_loader(dataloader, self.world_size)
+        if self.local_rank == 0:
+            check_loader(dataloader, self.local_workers)
         return super().process_dataloader(dataloader)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

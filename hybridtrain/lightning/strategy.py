@@ -169,7 +169,7 @@ class HybridStrategy(SingleHost):
         if self._abstains:
             self._abstains = False  # Lightning asks once, right after the step
             return 1  # or it refuses a training_step that returns None
-        return len(self.parallel_devices or [None]) * self.workers_per_device
+        return self.local_workers * self.num_nodes
 
     def _configure_launcher(self) -> None:
         if is_foreign(self.accelerator):  # so is the trainer

@@ -83,6 +83,11 @@ class Arena:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
+    @property
+    def memory(self) -> memoryview:
+        """All bytes."""
+        return memoryview(self._map)
+
     def words(self, offset_bytes: int, n: int) -> memoryview:
         """(n,) int64 of the arena; reads and writes of one word are atomic."""
         return memoryview(self._map)[offset_bytes : offset_bytes + 8 * n].cast("q")

@@ -19,10 +19,13 @@ class Scratch:
     """Receives what is too large for a message. Freed with the last tensor loaded from it.
 
     ``path``: for the other process to open; empty where there is no ``/proc``.
+
+    Args:
+        apart: the other process may be on another host: there is no file.
     """
 
-    def __init__(self) -> None:
-        self._fd = anonymous_descriptor() if _OF_PROCESSES.is_dir() else -1
+    def __init__(self, apart: bool = False) -> None:
+        self._fd = anonymous_descriptor() if _OF_PROCESSES.is_dir() and not apart else -1
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
         self._closed = weakref.finalize(self, os.close, self._fd) if self._fd >= 0 else None
 

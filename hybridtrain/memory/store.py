@@ -6,8 +6,9 @@ Legend: P elements of one dtype's buffer (padding included), W workers.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
+from math import prod
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from hybridtrain.memory.arena import ALIGNMENT_BYTES, Arena, SharedArenas, align
 from hybridtrain.memory.counters import N_WORDS, MadeSteps, UpdateProgress
 from hybridtrain.memory.layout import Layout, Slot
-from hybridtrain.memory.sparse_rows import Rows, Table
+from hybridtrain.memory.sparse_rows import Packed, Rows, Table
 
 # ---- rows of the masters that have changed since each worker's copy was last updated ------------
 # Each free-running worker computes with a copy of the masters, which is updated after every update.
@@ -133,6 +134,7 @@ class Store:
         holding: add a row of gradients for contributions that are held back.
         maker: who makes the updates.
         n_round: int64 words, zero at first, for updates that workers make with borrowed state.
+        here: the workers of this host, if not all are: the rows of others are not reserved.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class Store:
         holding: bool = False,
         maker: UpdateMaker = UpdateMaker.SERVER,
         n_round: int = 0,
+        here: Collection[int] | None = None,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
@@ -156,6 +159,7 @@ class Store:
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
         n_bytes = self._place_buffers()
+        self._here = range(n_workers) if here is None else here
         self.arena = arena or Arena.create(n_bytes, self._unused())
         self.masters = self._flat("masters", 0)  # dtype -> (P,) host, shared
         self.gradients = [  # W (and the held one) × dtype -> (P,)
@@ -166,6 +170,7 @@ class Store:
         )  # W × dtype -> (P,), or nothing
         self.moves = DirtyRows(layout, self.masters, self.copies)
         self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
+        self._refreshed: set[int] = set()
         self.progress = UpdateProgress(self.arena.words(self._words, N_WORDS))
         made = self.arena.words(self._words + ALIGNMENT_BYTES, self._n_made)
         self.made = MadeSteps(made, n_workers) if self._n_made else None
@@ -196,11 +201,14 @@ class Store:
 
     def _unused(self) -> list[tuple[int, int]]:
         """The pages of workers' rows that will hold no gradients, or sparse ones."""
-        if not self.layout.gradients:
-            return [self.region_of_gradients(worker) for worker in range(self.n_workers)]
-        found = []
-        for worker in range(self.n_workers):
-            for number in self.layout.sparse:
+        elsewhere = [worker for worker in range(self.n_workers) if worker not in self._here]
+        found = [self.region_of_gradients(worker) for worker in elsewhere]
+        if self.private_parameters:
+            found += [self.region_of_parameters(worker) for worker in elsewhere]
+        for worker in self._here:
+            if not self.layout.gradients:
+                found.append(self.region_of_gradients(worker))
+            for number in self.layout.sparse if self.layout.gradients else ():
                 slot = self.layout.slots[number]
                 start = self._place("gradients", worker, slot)
                 stop = start + slot.numel * self._stored("gradients", worker, slot.dtype).itemsize
@@ -267,6 +275,41 @@ class Store:
         """The whole pages of the arena, in bytes, that hold the mean, with ``averaging``."""
         return self._region("means", 0)
 
+    def region_of_masters(self) -> tuple[int, int]:
+        """The whole pages of the arena, in bytes, that hold the masters."""
+        return self._region("masters", 0)
+
+    def region_of_state(self) -> tuple[int, int]:
+        """The bytes of the arena that hold both places of the state that worker 0 shares."""
+        return self._state, self._words
+
+    def spans_of(
+        self, worker: int, absent: Collection[int], packed: Iterable[Packed], encoded: int | None
+    ) -> list[tuple[int, int]]:
+        """The byte ranges of the arena that hold a contribution in the worker's row.
+
+        ``absent``, ``packed``, ``encoded``: see :class:`hybridtrain.protocol.messages.Row`.
+        """
+        start, _ = self.region_of_gradients(worker)
+        used = {each.number: prod(self._used(each)) for each in packed}
+        spans = [] if encoded is None else [(start, start + encoded)]
+        for number, slot in enumerate(self.layout.slots):
+            if number in absent or (encoded is not None and number not in used):
+                continue
+            first = self._place("gradients", worker, slot)
+            n_bytes = self._stored("gradients", worker, slot.dtype).itemsize
+            n_bytes *= used.get(number, slot.numel)
+            if spans and 0 <= first - spans[-1][1] <= ALIGNMENT_BYTES:
+                spans[-1] = spans[-1][0], max(first + n_bytes, spans[-1][1])
+            else:
+                spans.append((first, first + n_bytes))
+        return spans
+
+    def _used(self, packed: Packed) -> tuple[int, ...]:
+        """The shape of what lies at the place of a sparse gradient."""
+        shape = self.layout.slots[packed.number].shape
+        return packed.n_rows, *shape[packed.sparse_dim :]
+
     def _region(self, kind: str, row: int) -> tuple[int, int]:
         n_bytes = sum(
             align(size * self._stored(kind, row, dtype).itemsize)
@@ -307,8 +350,15 @@ class Store:
 
     def refresh(self, worker: int) -> None:
         """Copy the masters to the worker's copy, if it has one."""
+        self._refreshed.add(worker)
         if self.private_parameters:
             self.moves.bring(worker)
+
+    def was_refreshed(self, worker: int) -> bool:
+        """Whether the worker's parameters may have changed since this was asked last."""
+        known = worker in self._refreshed
+        self._refreshed.discard(worker)
+        return known
 
     def descriptor(self, lent: int | None) -> int:
         """The descriptor of this arena, or of the lent one of that number."""

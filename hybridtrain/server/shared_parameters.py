@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
@@ -37,11 +37,12 @@ def made_store(
     averaging: bool,
     arena: Arena | None = None,
     meets: bool = False,
+    here: Collection[int] | None = None,
 ) -> Store:
     """The store, over a new arena in the server, and over the same one in each worker.
 
-    ``meets``: worker and module permit updates without the server. This is where the run's
-    :class:`UpdateMaker` is chosen.
+    ``meets``: worker and module permit updates without the server. ``here``: the workers of this
+    host, if not all are. This is where the run's :class:`UpdateMaker` is chosen.
     """
     wants = requirements
     maker = wants.maker
@@ -52,7 +53,9 @@ def made_store(
         words = SharedRound.n_words(n_workers) + StepLog.n_words(n_workers)
     elif maker is UpdateMaker.ONE_BY_ONE:
         words = LockedSteps.N_WORDS + StepLog.n_words(1)
-    return Store(layout, n_workers, wants.has_copies, arena, averaging, wants.holds, maker, words)
+    return Store(
+        layout, n_workers, wants.has_copies, arena, averaging, wants.holds, maker, words, here
+    )
 
 
 def round_of(store: Store) -> SharedRound:

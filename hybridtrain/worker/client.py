@@ -98,10 +98,11 @@ class Client:
         worker: its number.
         n_workers: W, of which some may be gone or restarting.
         line: to the server.
+        apart: there are workers on other hosts, so that no file is shared with all of them.
     """
 
-    def __init__(self, worker: int, n_workers: int, line: Connection) -> None:
-        self.worker, self.n_workers, self.line = worker, n_workers, line
+    def __init__(self, worker: int, n_workers: int, line: Connection, apart: bool = False) -> None:
+        self.worker, self.n_workers, self.line, self.apart = worker, n_workers, line, apart
         self.heartbeat = Heartbeat()  # the world decides whether it is watched
         # Which workers train, as far as the server has said.
         self.solo = False  # the others have ended: a meeting has one participant
@@ -348,7 +349,7 @@ class Client:
 
         With ``refresh``, this worker's parameters are updated to the same version.
         """
-        scratch = Scratch()
+        scratch = Scratch(self.apart)
         try:
             reply, _ = self._ask(Snapshot(refresh, scratch.path), OptimizerState)
             self.unseen = reply.unseen

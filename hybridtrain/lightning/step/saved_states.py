@@ -90,7 +90,7 @@ class SavedStates:
         client = self._client
         own = [step.own_state() for step in steps]
         self._gathered = [{} for _ in own] if client.is_leader else []
-        scratch = Scratch()
+        scratch = Scratch(client.apart)
         try:
             left = b"" if client.is_leader else fill(scratch.path, own)
             sent = client.gather("inner states", (client.worker, scratch.path, left), calls=True)

@@ -1,4 +1,4 @@
-"""Starts, serves and supervises worker processes on this host.
+"""Starts, serves and supervises worker processes, on this host and on others.
 
 Theory of operation. The parent starts W workers, each with one end of a socket pair, and then runs
 one loop: it passes messages between workers and server, detects dead processes (within
@@ -7,6 +7,8 @@ ends, as on a signal: all workers are asked to stop, and killed after ``grace_s`
 second signal). Or the others continue without it, or it is restarted. The roster tracks the state
 of each worker and which one writes the last checkpoint, and returns the actions to execute
 (:mod:`hybridtrain.recovery.roster`). No process outlives ``run``.
+Workers of other hosts are started and watched there by a relay, and served here like all others
+(:mod:`hybridtrain.worlds.hosts`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from selectors import BaseSelector, DefaultSelector
-from typing import Any
+from typing import Any, Protocol
 
 from hybridtrain.monitoring.hang_detector import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, is_stopped, to_stderr
@@ -66,10 +68,9 @@ from hybridtrain.recovery.roster import (
 from hybridtrain.server.refusals import standing
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
-from hybridtrain.worlds.local.channel import ChannelClosed
 from hybridtrain.worlds.local.cpu_scheduling import one_thread, stand_aside
 from hybridtrain.worlds.local.signals import Interrupted, caught_signals
-from hybridtrain.worlds.local.start_workers import WorkerProcess, WorkerStarter
+from hybridtrain.worlds.local.start_workers import WorkerHandle, WorkerProcess, WorkerStarter
 from hybridtrain.worlds.local.worker_exit import (
     Failed,
     Finished,
@@ -87,6 +88,49 @@ _EVENTS = dict.fromkeys((*PUSHES, Average, Begin), LifecycleEvent.WAITS)
 _EVENTS |= dict.fromkeys((Gather, Share, Install), LifecycleEvent.MEETS)
 _ANEW = ", and all begin anew: no worker had told where training is"
 _SAME_SIGNAL_S = 1.0  # a repetition within this time is ignored: timeout(1) sends signals twice
+
+
+class Starter(Protocol):
+    """Starts and ends the processes of all workers."""
+
+    @property
+    def workers(self) -> Sequence[WorkerHandle]:
+        """The latest process of each worker."""
+        ...
+
+    def start(
+        self,
+        numbers: Sequence[int],
+        selector: BaseSelector,
+        told: bytes | None = None,
+        version: int = 0,
+    ) -> None:
+        """Start a process for each of these workers; see :class:`WorkerStarter`."""
+        ...
+
+    def kill(self) -> None:
+        """Kill all processes."""
+        ...
+
+    def close(self) -> None:
+        """Free all resources, after the processes have ended."""
+        ...
+
+
+class OtherHosts(Protocol):
+    """The workers of other hosts."""
+
+    def beside(self, here: WorkerStarter, server: Server) -> Starter:
+        """A starter of the workers of all hosts."""
+        ...
+
+    def flush(self) -> None:
+        """Send what has been queued for other hosts."""
+        ...
+
+    def take_signals(self) -> list[int]:
+        """The signals that processes of other hosts have got since this was asked last."""
+        ...
 
 
 class BeginAnew(BaseException):
@@ -111,6 +155,7 @@ class ProcessWorld:
         watchdog: finds workers that hang.
         places: the device of each worker, in words.
         meet: workers may make updates in shared memory without the server.
+        others: the other hosts of the run, if there are any.
     """
 
     server: Server
@@ -122,6 +167,7 @@ class ProcessWorld:
     watchdog: Watchdog = field(default_factory=Watchdog)
     places: Sequence[str] = ()
     meet: bool = False
+    others: OtherHosts | None = None
     _failure: BaseException | None = None
     _signals: list[int] = field(default_factory=list)
     _look_at_s: float = 0.0  # time of the next check
@@ -141,16 +187,32 @@ class ProcessWorld:
             BaseException: of the first failing worker, with its traceback as a note.
         """
         whole_rounds = self.server.requirements.whole_rounds
-        self._again = again
         self.roster = Roster(self.n_workers, self.judge, self.grace_s, whole_rounds)
-        n_workers, threads = self.n_workers, self.threads_per_worker
-        self._starter = WorkerStarter(n_workers, self.start_method, threads, self.places, self.meet)
-        self._workers = self._starter.workers
+        n_workers, apart = self.n_workers, self.others is not None
+
+        def bodies(told: bytes | None, version: int) -> Body:
+            if told is None:
+                return body
+            assert again is not None, "restarts need a body"
+            return again(told, version)
+
+        here = WorkerStarter(
+            n_workers,
+            self.start_method,
+            self.threads_per_worker,
+            bodies,
+            self.places,
+            self.meet,
+            apart=apart,
+        )
+        self._starter: Starter = (
+            here if self.others is None else self.others.beside(here, self.server)
+        )
         self.server.membership.queue.covered = self._covered
         self.server.workers_updates.free_by(self._free)
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
-                self._starter.start(range(n_workers), body, selector)
+                self._starter.start(range(n_workers), selector)
                 while not self.roster.over:
                     self._turn(selector)
             finally:
@@ -160,7 +222,7 @@ class ProcessWorld:
                 self.server.membership.queue.covered = None
                 self.server.workers_updates.free_by(lambda pid, for_s: None)
                 self.server.close()
-        results = [worker.result for worker in self._workers]
+        results = [worker.result for worker in self._starter.workers]
         if self._signals and isinstance(self._failure, BeginAnew):  # one that came just now
             self._failure = Interrupted(self._signals[0])
         if isinstance(self._failure, Interrupted):
@@ -182,7 +244,7 @@ class ProcessWorld:
         """
         ends = self.roster.ending or bool(self._signals)
         if for_s >= min(_STOPPED_S, self.grace_s / 4) and (ends or is_stopped(pid)):
-            for worker in self._workers:
+            for worker in self._starter.workers:
                 if not worker.gone and worker.pid == pid:
                     worker.kill("was stopped in the middle of an update, and killed")
 
@@ -197,17 +259,24 @@ class ProcessWorld:
                 self._reap(worker, selector)
             elif kind == "room":
                 worker.make_room()
+            elif kind == "host":
+                for number, ended in worker.listen():
+                    self._hear(self._starter.workers[number], ended, selector)
             else:
                 os.read(key.fd, 64)
         wake_at_s = self.server.wake_at_s
         if wake_at_s is not None and time.monotonic() >= wake_at_s:
             self._on(TimerExpired())
+        if self.others is not None:
+            self._signals += self.others.take_signals()
         self._react_to_signals()
         roster = self.roster
         if roster.ending or roster.away:
             pushed = self.server.membership.rounds.pushed
             self._do(roster.advance(time.monotonic(), pushed), selector)
         self._look()
+        if self.others is not None:
+            self.others.flush()
 
     def _look(self) -> None:
         """Once a second, choose the server's core and check for standstill; check for hangs."""
@@ -215,15 +284,15 @@ class ProcessWorld:
             self._look_at_s = now_s + _POLL_S
             if self.meet:
                 self._on(Looked())
-            stand_aside(worker.pid for worker in self._workers if not worker.gone)
+            stand_aside(each.pid for each in running(self._starter.workers))
             self._look_for_standstill(now_s)
         if not self.roster.ending and now_s >= self.watchdog.due_s:
-            there = [worker for worker in self._workers if not worker.gone and not worker.cause]
+            there = [each for each in running(self._starter.workers) if not each.cause]
             self.watchdog.look(now_s, there)
 
     def _look_for_standstill(self, now_s: float) -> None:
         """End the run if all workers wait, no timer runs, and no worker is about to return."""
-        roster, workers = self.roster, self._workers
+        roster, workers = self.roster, self._starter.workers
         due = self.server.wake_at_s is not None or any(at_s > now_s for at_s in roster.next_s())
         stands = not (roster.ending or due) and all(each.gone or each.asked for each in workers)
         heard = sum(each.heard for each in workers)
@@ -240,17 +309,19 @@ class ProcessWorld:
         due_s = [at_s for at_s in times if at_s is not None]
         return min([_POLL_S, *(max(0.0, at_s - time.monotonic()) for at_s in due_s)])
 
-    def _listen(self, worker: WorkerProcess, selector: BaseSelector) -> None:
-        if worker.channel not in selector.get_map():
-            return  # it has been closed since the selector returned
-        try:
-            for message in worker.channel.messages():
-                worker.heard += 1
-                self._take(worker, message, selector)
-        except ChannelClosed:
-            selector.unregister(worker.channel)  # its sentinel reports the end
+    def _hear(self, worker: WorkerHandle, ended: bool, selector: BaseSelector) -> None:
+        """A worker of another host has sent messages, or its process has ended."""
+        if ended:
+            self._reap(worker, selector)
+        else:
+            self._listen(worker, selector)
 
-    def _take(self, worker: WorkerProcess, message: Any, selector: BaseSelector) -> None:
+    def _listen(self, worker: WorkerHandle, selector: BaseSelector) -> None:
+        for message in worker.messages():
+            worker.heard += 1
+            self._take(worker, message, selector)
+
+    def _take(self, worker: WorkerHandle, message: Any, selector: BaseSelector) -> None:
         roster, number = self.roster, worker.number
         match message:
             case Finished(result, first):
@@ -285,16 +356,13 @@ class ProcessWorld:
             store, fd = self.server.store, None
             if isinstance(reply, Shared) and store is not None:
                 fd = store.descriptor(reply.lent)
-            worker = self._workers[number]
+            worker = self._starter.workers[number]
             worker.send(reply, fd)
             if worker.request is None:
                 self.roster.on(number, LifecycleEvent.GOES_ON)
 
-    def _reap(self, worker: WorkerProcess, selector: BaseSelector) -> None:
+    def _reap(self, worker: WorkerHandle, selector: BaseSelector) -> None:
         self._listen(worker, selector)  # its last messages
-        if worker.channel in selector.get_map():  # its children may hold the socket open
-            selector.unregister(worker.channel)
-        selector.unregister(worker.sentinel)
         worker.bury()
         if self.roster.states[worker.number] in THERE:
             self._fail(worker, WorkerDied(worker.obituary()))
@@ -304,7 +372,7 @@ class ProcessWorld:
 
     # ---- failures -------------------------------------------------------------------------------
 
-    def _fail(self, worker: WorkerProcess, error: BaseException, waits: bool = False) -> None:
+    def _fail(self, worker: WorkerHandle, error: BaseException, waits: bool = False) -> None:
         """Execute the judge's decision; ``waits``: the worker waits for a ``SavePermission``."""
         now_s, number = time.monotonic(), worker.number
         match self.roster.failed(number, error, now_s, self.server.training, waits):
@@ -342,11 +410,11 @@ class ProcessWorld:
         for act in acts:
             match act:
                 case Ask(teller, whom, question):
-                    self._workers[teller].send(RequestProgress(whom, question))
+                    self._starter.workers[teller].send(RequestProgress(whom, question))
                 case Start(number, told):
                     self._restart(number, told, selector)
                 case Name(number, saves):
-                    self._workers[number].send(SavePermission(saves))
+                    self._starter.workers[number].send(SavePermission(saves))
                 case GiveUp(number, reason):
                     self._give_up(number, WorkerError(f"worker {number} is lost: {reason}"))
                 case Say(text):
@@ -354,24 +422,22 @@ class ProcessWorld:
                 case BreakOff():
                     self._on(BrokenOff())
                 case Kill(number):
-                    self._workers[number].kill()
+                    self._starter.workers[number].kill()
                 case KillAll():
                     self._starter.kill()
 
     def _restart(self, number: int, told: bytes, selector: BaseSelector) -> None:
         """Start the worker again; meetings wait for it from now on."""
-        assert self._again is not None, "restarts need a body"
-        self._workers[number].close()
         version = self.server.membership.rounds.version
         try:
-            self._starter.start([number], self._again(told, version), selector)
+            self._starter.start([number], selector, told, version)
         except OSError as error:  # too many processes, too little memory, no descriptor left
             self._do(self.roster.refused(number, error, time.monotonic()), selector)
             return
         self.roster.started(number)
         self._on(Restarted(number))
         if self.roster.ending:
-            self._workers[number].send(Stop())
+            self._starter.workers[number].send(Stop())
 
     def _end(self) -> None:
         """Ask all workers to stop, once."""
@@ -391,3 +457,8 @@ class ProcessWorld:
                 self._end()
             elif time.monotonic() > self.roster.began_s + _SAME_SIGNAL_S:
                 self.roster.insist()
+
+
+def running(workers: Sequence[WorkerHandle]) -> list[WorkerProcess]:
+    """The processes of this host that have not ended."""
+    return [each for each in workers if isinstance(each, WorkerProcess) and not each.gone]

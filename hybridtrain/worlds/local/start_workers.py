@@ -16,7 +16,7 @@ import selectors
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,31 +41,97 @@ from hybridtrain.protocol.messages import (
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.local.worker_main import Body, SocketPair, WorkerStart, run_worker
 
+Bodies = Callable[[bytes | None, int], Body]  # from another's progress, and the number of updates
+
+
 # ---- the parent's handle on a worker process ----------------------------------------------------
 
 
 @dataclass
-class WorkerProcess:
-    """The process of one worker; a restarted worker has a new one.
+class WorkerHandle:
+    """What the server's process knows of a worker's process, on this host or another.
 
-    ``number``: of the worker; ``sentinel``: readable once the process has ended; ``gone``: the
-    process has been reaped; ``mourned``: the server knows of the loss (the process may still run);
-    ``cause``: why the parent has killed it; ``request``: its unanswered message; ``heard``: number
-    of its messages.
+    ``number``: of the worker; ``place``: its device, in words; ``gone``: the process has ended;
+    ``mourned``: the server knows of the loss (the process may still run); ``cause``: why the parent
+    has killed it; ``request``: its unanswered message; ``heard``: number of its messages.
     """
 
     number: int
+    place: str = field(default="", kw_only=True)
+    result: Any = field(default=None, kw_only=True)
+    gone: bool = field(default=False, kw_only=True)
+    mourned: bool = field(default=False, kw_only=True)
+    cause: str = field(default="", kw_only=True)
+    request: Request | None = field(default=None, kw_only=True)
+    heard: int = field(default=0, kw_only=True)
+
+    @property
+    def pid(self) -> int:
+        """The process number; 0 on another host."""
+        return 0
+
+    @property
+    def asked(self) -> str:
+        """The answer that the worker waits for, in words; empty if none."""
+        match self.request:
+            case None:
+                return ""
+            case Gather(tag):
+                return f"all in '{tag}'"
+            case Share() | Install():
+                return "all to begin"
+            case Push():
+                return "its release"
+            case Begin():
+                return "its turn"
+            case Average():
+                return "the mean of all gradients"
+        return "an answer"
+
+    def answer(self, reply: Reply) -> None:
+        """Note that the worker waits no longer, if this is what it waits for."""
+        if isinstance(reply, Answer) or (isinstance(reply, Stop) and reply.now):
+            self.request = None  # other replies leave it waiting
+
+    def send(self, reply: Reply, fd: int | None = None) -> None:
+        """Send without blocking; ``fd``: a descriptor to send beside it."""
+        raise NotImplementedError
+
+    def messages(self) -> Iterator[Any]:
+        """The messages that have arrived; never blocks."""
+        raise NotImplementedError
+
+    def kill(self, cause: str = "") -> None:
+        """Kill the process; ``cause``: for the obituary."""
+        raise NotImplementedError
+
+    def bury(self) -> None:
+        """Note that the process has ended."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free all resources; may be called twice."""
+
+    def obituary(self) -> str:
+        """How the process ended, if it sent no report."""
+        raise NotImplementedError
+
+    def aftermath(self) -> str:
+        """The loss that other workers cannot make good, in words."""
+        raise NotImplementedError
+
+
+@dataclass
+class WorkerProcess(WorkerHandle):
+    """A process on this host; a restarted worker has a new one.
+
+    ``sentinel``: readable once the process has ended.
+    """
+
     channel: Channel
     process: BaseProcess
     sentinel: int
     heartbeat: Heartbeat
-    place: str = ""
-    result: Any = None
-    gone: bool = False
-    mourned: bool = False
-    cause: str = ""
-    request: Request | None = None
-    heard: int = 0
     closed: bool = False
     _selector: selectors.BaseSelector | None = None
     _room: int | None = None  # a descriptor to watch for writability
@@ -80,7 +146,8 @@ class WorkerProcess:
         heartbeat = heartbeat_file()
         with suppress(OSError):  # it has ended already, which the sentinel reports
             channel.give_bells(heartbeat)
-        return cls(number, channel, process, _sentinel(process), Heartbeat(heartbeat), place)
+        beats = Heartbeat(heartbeat)
+        return cls(number, channel, process, _sentinel(process), beats, place=place)
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -92,13 +159,21 @@ class WorkerProcess:
 
     def send(self, reply: Reply, fd: int | None = None) -> None:
         """Send without blocking; ``make_room`` sends the rest later."""
-        if isinstance(reply, Answer) or (isinstance(reply, Stop) and reply.now):
-            self.request = None  # other replies leave it waiting
+        self.answer(reply)
         with suppress(ChannelClosed):  # which the sentinel reports
             if not self.channel.post(reply, fd) and self._room is None and self._selector:
                 # A copy: the original may be watched for messages.
                 self._room = os.dup(self.channel.sock.fileno())
                 self._selector.register(self._room, selectors.EVENT_WRITE, ("room", self))
+
+    def messages(self) -> Iterator[Any]:
+        """Those that have arrived. At the end of the stream the sentinel reports what follows."""
+        if self._selector is None or self.channel not in self._selector.get_map():
+            return  # it has been closed since the selector returned
+        try:
+            yield from self.channel.messages()
+        except ChannelClosed:
+            self._selector.unregister(self.channel)
 
     def make_room(self) -> None:
         """The socket is writable: send queued messages."""
@@ -123,24 +198,6 @@ class WorkerProcess:
         """The process number."""
         return self.process.pid or 0
 
-    @property
-    def asked(self) -> str:
-        """The answer that the worker waits for, in words; empty if none."""
-        match self.request:
-            case None:
-                return ""
-            case Gather(tag):
-                return f"all in '{tag}'"
-            case Share() | Install():
-                return "all to begin"
-            case Push():
-                return "its release"
-            case Begin():
-                return "its turn"
-            case Average():
-                return "the mean of all gradients"
-        return "an answer"
-
     # ---- the end --------------------------------------------------------------------------------
 
     def kill(self, cause: str = "") -> None:
@@ -151,6 +208,10 @@ class WorkerProcess:
 
     def bury(self) -> None:
         """Reap the process, which has ended."""
+        if self._selector is not None:
+            if self.channel in self._selector.get_map():  # its children may hold the socket open
+                self._selector.unregister(self.channel)
+            self._selector.unregister(self.sentinel)
         self.process.join()
         self.gone = True
         self.request = None
@@ -206,20 +267,26 @@ class WorkerStarter:
     """The processes of a run.
 
     Args:
-        n_workers: W.
+        n_workers: W, on all hosts.
         start_method: ``fork``, ``spawn`` or ``forkserver``.
         threads: torch threads of each worker.
-        places: the device of each worker, in words.
+        bodies: make the workers' function.
+        places: the device of each worker of this host, in words.
         meet: workers may make updates in shared memory, if the system has ``eventfd``.
+        first: number of this host's first worker.
+        apart: there are workers on other hosts.
 
-    ``workers``: the latest process of each.
+    ``workers``: the latest process of each worker of this host.
     """
 
     n_workers: int
     start_method: str
     threads: int
+    bodies: Bodies
     places: Sequence[str] = ()
     meet: bool = False
+    first: int = 0
+    apart: bool = False
     workers: list[WorkerProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -229,17 +296,28 @@ class WorkerStarter:
             flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
             self._bells = tuple(os.eventfd(0, flags) for _ in range(self.n_workers))
 
-    def start(self, numbers: Sequence[int], body: Body, selector: BaseSelector) -> None:
+    def start(
+        self,
+        numbers: Sequence[int],
+        selector: BaseSelector,
+        told: bytes | None = None,
+        version: int = 0,
+    ) -> None:
         """Start a process for each of these workers; all, or none.
+
+        ``told``: the progress of another worker, after update ``version``, for restarted ones.
 
         Raises:
             OSError: if the system has not enough processes, memory or descriptors.
         """
+        for worker in self.workers:
+            if worker.number in numbers:
+                worker.close()
         pairs: dict[int, SocketPair] = {}
         try:
             for number in numbers:
                 pairs[number] = channel_pair()
-            self._fork(numbers, body, pairs, selector)
+            self._fork(numbers, self.bodies(told, version), pairs, selector)
         except BaseException:
             for ours, _ in pairs.values():
                 ours.close()
@@ -258,7 +336,9 @@ class WorkerStarter:
         lines = [worker.channel.sock for worker in self.workers if worker.number not in pairs]
         bells = self._bells
         parent = None if self.start_method == "forkserver" else os.getpid()
-        births = [WorkerStart(n, self.n_workers, self.threads, parent, bells) for n in numbers]
+        births = [
+            WorkerStart(n, self.n_workers, self.threads, parent, bells, self.apart) for n in numbers
+        ]
         forked = self.start_method == "fork"
         rows = [each.arguments(body, pairs, lines if forked else None) for each in births]
         processes = self._spawner.start(run_worker, rows)
@@ -271,11 +351,12 @@ class WorkerStarter:
             _kill(processes)
             raise
         for worker in started:
-            self.workers[worker.number : worker.number + 1] = [worker]
+            at = worker.number - self.first
+            self.workers[at : at + 1] = [worker]
             worker.attend(selector)
 
     def _place(self, number: int) -> str:
-        return self.places[number] if self.places else ""
+        return self.places[number - self.first] if self.places else ""
 
     def kill(self) -> None:
         """Kill all processes."""

@@ -102,13 +102,17 @@ _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64-bit systems
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """The parent's parameters for a worker; ``parent_pid``: ``None`` behind a fork server."""
+    """The parent's parameters for a worker; ``parent_pid``: ``None`` behind a fork server.
+
+    ``apart``: there are workers on other hosts.
+    """
 
     worker: int
     n_workers: int
     threads: int
     parent_pid: int | None
     bells: tuple[int, ...] = ()  # of all workers, if they may make updates in shared memory
+    apart: bool = False
 
     def arguments(
         self, body: Body, pairs: Mapping[int, SocketPair], lines: Sequence[socket.socket] | None
@@ -130,7 +134,7 @@ def run_worker(
         leave_notebook()
     _prepare_process(birth)
     channel = Channel(sock)
-    client = Client(birth.worker, birth.n_workers, channel)
+    client = Client(birth.worker, birth.n_workers, channel, birth.apart)
     if birth.bells:
         client.bells = SharedBells(channel, birth.worker, birth.bells)
     try:

@@ -1,0 +1,152 @@
+"""Bring the hosts of a run together before its workers start, and tell them how it has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from selectors import EVENT_READ, DefaultSelector
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.hosts.agreement import about_this_host, differences
+from hybridtrain.lightning.hosts.cluster import (
+    address_towards,
+    handed_over,
+    key_of,
+    take_key,
+)
+from hybridtrain.lightning.results.worker_result import WorkerResult
+from hybridtrain.memory.scratch_file import Scratch, as_bytes, read
+from hybridtrain.monitoring.watchdog import to_stderr
+from hybridtrain.worlds.hosts.connection import HostConnection, Listener, dial
+from hybridtrain.worlds.hosts.orders import Over
+from hybridtrain.worlds.hosts.other_hosts import Hosts
+from hybridtrain.worlds.local.signals import Interrupted, caught_signals
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
+
+PATIENCE_S = 600.0  # until all hosts have come
+_NEWS_S = 20.0  # between two lines about who is missing
+
+
+@dataclass
+class Joined:
+    """``others``: the other hosts, if there are any; ``results``: of all workers, at the end."""
+
+    others: Hosts | None = None
+    results: list[Any] | None = None
+
+
+@contextmanager
+def other_hosts(strategy: HybridStrategy, scratch: Scratch) -> Iterator[Joined]:
+    """On host 0: wait for the others; tell them at the end how the call of the trainer has ended.
+
+    Raises:
+        UserError: if a host does not come, or does not fit.
+    """
+    place = strategy.place
+    if place.n_hosts == 1:
+        yield Joined()
+        return
+    connections = _gathered(strategy)
+    joined = Joined(Hosts(connections, strategy.local_workers))
+    over = Over(error="it has ended without a result")
+    try:
+        yield joined
+        over = Over(_whole(joined.results or [], scratch))
+    except Interrupted as interruption:
+        over = Over(signum=interruption.signum)
+        raise
+    except BaseException as error:
+        over = Over(error=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        assert joined.others is not None, "it was made above"
+        joined.others.conclude(over)
+
+
+def _whole(results: list[Any], scratch: Scratch) -> WorkerResult | None:
+    """The first worker's result, with what lies in this host's scratch file."""
+    home = next((each for each in results if isinstance(each, WorkerResult)), None)
+    if home is None or home.heavy:
+        return home
+    return replace(home, heavy=as_bytes(read(scratch.path)))
+
+
+def _gathered(strategy: HybridStrategy) -> list[HostConnection]:
+    """The connections to all other hosts, once each has come.
+
+    Raises:
+        UserError: if one does not come in time, or does not fit.
+        Interrupted: at a signal.
+    """
+    place, about = strategy.place, about_this_host(strategy)
+    key = key_of(place, strategy.data_options["hosts_key"])
+    address = address_towards(place) if place.store_port else place.address
+    listener = Listener(address, place.port, key, about)
+    try:
+        with handed_over(place, listener.port, key, strategy.data_options["hosts_key"]):
+            return _wait_for_all(listener, place.n_hosts, about)
+    finally:
+        listener.close()
+
+
+def _wait_for_all(listener: Listener, n_hosts: int, about: dict[str, Any]) -> list[HostConnection]:
+    found: dict[int, HostConnection] = {}
+    caught: list[int] = []
+    began_s = said_s = time.monotonic()
+    with DefaultSelector() as selector, caught_signals(caught, selector):
+        selector.register(listener, EVENT_READ)
+        while len(found) < n_hosts - 1:
+            selector.select(1.0)
+            for connection in listener.accepted():
+                if (reason := differences(about, connection.about)) is not None:
+                    raise UserError(f"host {connection.host} does not fit: {reason}")
+                found[connection.host] = connection
+            for stranger in listener.refused():
+                to_stderr(f"turned away: {stranger}")
+            if caught:
+                raise Interrupted(caught[0])
+            missing = sorted(set(range(1, n_hosts)) - found.keys())
+            now_s, names = time.monotonic(), ", ".join(map(str, missing))
+            if now_s > began_s + PATIENCE_S:
+                raise UserError(
+                    f"num_nodes={n_hosts} was given, but of hosts 1 to {n_hosts - 1} these have "
+                    f"not come within {PATIENCE_S:.0f} s: {names}; start the same command there, "
+                    f"and see that they reach port {listener.port} of this host"
+                )
+            if missing and now_s > said_s + _NEWS_S:
+                said_s = now_s
+                to_stderr(f"waiting at port {listener.port} for host {names} of {n_hosts}")
+    return list(found.values())
+
+
+@contextmanager
+def joined(strategy: HybridStrategy) -> Iterator[HostConnection]:
+    """On another host: the connection to host 0."""
+    meeting = take_key(strategy.place, strategy.data_options["hosts_key"])
+    about = about_this_host(strategy)
+    connection = dial(
+        meeting.address, meeting.port, meeting.key, strategy.node_rank, about, PATIENCE_S
+    )
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def result_of(over: Over) -> Any:
+    """The first worker's result.
+
+    Raises:
+        Interrupted: if a signal has ended the run.
+        RuntimeError: if it has failed, which host 0 shows in full.
+    """
+    if over.signum:
+        raise Interrupted(over.signum)
+    if over.error:
+        raise RuntimeError(f"the run has ended on host 0: {over.error}")
+    return over.result

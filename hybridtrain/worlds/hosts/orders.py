@@ -1,0 +1,81 @@
+"""Messages between the host of the server and the relay of another host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# ---- from the server's host to a relay ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    """Start a process for each of these workers.
+
+    ``told``, ``version``: see :class:`hybridtrain.worlds.local.start_workers.WorkerStarter`.
+    ``anew``: of a new run, with memory of its own.
+    """
+
+    numbers: tuple[int, ...]
+    told: bytes | None = None
+    version: int = 0
+    anew: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Hand these replies of the server to their workers, by number, in this order."""
+
+    replies: tuple[tuple[int, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """Kill the worker's process; ``cause``: for the obituary."""
+
+    number: int
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The call of the trainer has ended. ``result``: that of the first worker.
+
+    ``error``: why there is none, in words; ``signum``: the signal that ended it, if one did.
+    """
+
+    result: Any = None
+    error: str = ""
+    signum: int = 0
+
+
+# ---- from a relay to the server's host ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A new run has begun: all that was sent before belongs to an earlier one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """A message of a worker to the server."""
+
+    number: int
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The worker's process has ended; ``obituary``, ``aftermath``: see ``WorkerHandle``."""
+
+    number: int
+    obituary: str
+    aftermath: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The relay's process got a signal that ends the run."""
+
+    signum: int

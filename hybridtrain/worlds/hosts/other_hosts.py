@@ -1,0 +1,306 @@
+"""The workers of other hosts, as the server's host sees them.
+
+Each relay has one connection. What it says is handed to the world worker by worker, as if their
+processes were here. Rows arrive in shared memory before the message that counts on them. What a
+reply lets a worker read (its parameters, the mean of gradients) goes ahead of the reply; replies to
+one host are sent together at the end of a turn, so masters travel once for each host and version.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from selectors import EVENT_READ, BaseSelector
+from typing import Any
+
+from hybridtrain.memory import Store
+from hybridtrain.monitoring.watchdog import to_stderr
+from hybridtrain.protocol.messages import Averaged, Gathered, Reply, Shared
+from hybridtrain.server.server import Server
+from hybridtrain.worlds.hosts.connection import HostConnection, HostLost
+from hybridtrain.worlds.hosts.orders import (
+    Begun,
+    Deliver,
+    Ended,
+    FromWorker,
+    KillWorker,
+    Over,
+    Signalled,
+    StartWorkers,
+)
+from hybridtrain.worlds.local.start_workers import WorkerHandle, WorkerStarter
+
+Span = tuple[int, int]  # bytes of the shared memory
+
+
+@dataclass
+class RemoteWorker(WorkerHandle):
+    """The process of a worker on another host."""
+
+    host: OtherHost
+    inbox: deque[Any] = field(default_factory=deque)
+    end: Ended | None = None
+
+    def send(self, reply: Reply, fd: int | None = None) -> None:
+        """Queue the reply for the host; its relay has descriptors of its own."""
+        self.answer(reply)
+        if not self.gone:
+            self.host.queue(self.number, reply)
+
+    def messages(self) -> Iterator[Any]:
+        while self.inbox:
+            yield self.inbox.popleft()
+
+    def kill(self, cause: str = "") -> None:
+        self.cause = self.cause or cause
+        if not self.gone:
+            self.host.tell(KillWorker(self.number, self.cause))
+
+    def bury(self) -> None:
+        self.gone, self.request = True, None
+
+    def obituary(self) -> str:
+        return f"worker {self.number} has ended" if self.end is None else self.end.obituary
+
+    def aftermath(self) -> str:
+        return "" if self.end is None else self.end.aftermath
+
+
+class OtherHost:
+    """One other host, by its connection.
+
+    Args:
+        connection: to its relay.
+        numbers: of its workers.
+        signalled: called with a signal that the relay got.
+    """
+
+    def __init__(
+        self,
+        connection: HostConnection,
+        numbers: Sequence[int],
+        signalled: Callable[[int], object],
+    ) -> None:
+        self.connection, self.numbers = connection, tuple(numbers)
+        self.name = f"host {connection.host} ({connection.about.get('name', 'no name')})"
+        self.lost = ""  # why it is lost, in words
+        self.workers: dict[int, RemoteWorker] = {}
+        self._signalled = signalled
+        self._server: Server | None = None
+        self._selector: BaseSelector | None = None
+        self._begun = False  # the relay has begun this run
+        self._replies: list[tuple[int, Reply]] = []
+        self._spans: list[Span] = []
+
+    # ---- the beginning --------------------------------------------------------------------------
+
+    def begin(self, server: Server) -> None:
+        """A new run begins, with this server."""
+        self._server, self.workers, self._begun = server, {}, False
+        self._replies, self._spans = [], []
+
+    def start(
+        self,
+        numbers: Sequence[int],
+        selector: BaseSelector,
+        told: bytes | None = None,
+        version: int = 0,
+    ) -> None:
+        """Let the relay start a process for each of these workers.
+
+        Raises:
+            OSError: if the host is lost.
+        """
+        if self.lost:
+            raise OSError(f"{self.name} is lost: {self.lost}")
+        if self._selector is not selector:
+            self._selector = selector
+            selector.register(self.connection, EVENT_READ, ("host", self))
+        anew = not self.workers
+        self.flush()  # what an earlier process of the worker was to get
+        for number in numbers:
+            self.workers[number] = RemoteWorker(number, self, place=self.name)
+        self.tell(StartWorkers(tuple(numbers), told, version, anew))
+
+    # ---- messages -------------------------------------------------------------------------------
+
+    def listen(self) -> Iterator[tuple[int, bool]]:
+        """Take what has arrived: the workers with messages, and whether they have ended."""
+        try:
+            for message in self.connection.receive():
+                match message:
+                    case Begun():
+                        self._begun = True
+                    case Signalled(signum):
+                        self._signalled(signum)
+                    case FromWorker(number, said) if self._begun:
+                        self.workers[number].inbox.append(said)
+                        yield number, False
+                    case Ended(number) if self._begun:
+                        self.workers[number].end = message
+                        yield number, True
+        except HostLost as lost:
+            yield from self._lose(str(lost))
+
+    def _lose(self, reason: str) -> Iterator[tuple[int, bool]]:
+        self.lost = reason
+        if self._selector is not None:
+            self._selector.unregister(self.connection)
+            self._selector = None
+        to_stderr(f"{self.name} is lost: {reason}")
+        self.connection.close()
+        for number, worker in self.workers.items():
+            if not worker.gone:
+                worker.end = Ended(number, f"worker {number} is lost with {self.name}: {reason}")
+                yield number, True
+
+    def tell(self, order: Any) -> None:
+        """Send an order to the relay."""
+        if not self.lost:
+            self.connection.send(order)
+
+    def queue(self, number: int, reply: Reply) -> None:
+        """Send the reply at the end of this turn, behind what it lets the worker read."""
+        server = self._server
+        assert server is not None, "workers are started in a run"
+        if (store := server.store) is not None:
+            if isinstance(reply, Shared):
+                self.connection.attach(store.arena.memory, written_by(store, self.numbers))
+            else:
+                self._spans += _spans_behind(reply, number, store, server.training)
+        self._replies.append((number, reply))
+
+    def flush(self) -> None:
+        """Send the replies of this turn."""
+        if self._replies and not self.lost:
+            spans = tuple(dict.fromkeys(self._spans))
+            self.connection.send(Deliver(tuple(self._replies)), spans)
+        self._replies, self._spans = [], []
+
+    def leave(self) -> None:
+        """The run has ended: listen no more for now."""
+        self.flush()
+        if self._selector is not None:
+            self._selector.unregister(self.connection)
+            self._selector = None
+
+
+def written_by(store: Store, workers: Sequence[int]) -> list[Span]:
+    """The bytes that a relay sends: the rows of its workers, and state that one of them shares."""
+    return [*map(store.region_of_gradients, workers), store.region_of_state()]
+
+
+def written_for(store: Store, workers: Sequence[int]) -> list[Span]:
+    """The bytes that a relay receives."""
+    found = [store.region_of_masters(), store.region_of_state()]
+    if store.private_parameters:
+        found += map(store.region_of_parameters, workers)
+    return [*found, store.region_of_means()] if store.averaging else found
+
+
+def _spans_behind(reply: Reply, number: int, store: Store, training: bool) -> list[Span]:
+    """The bytes that the worker may read once it has the reply."""
+    spans = []
+    if isinstance(reply, Averaged):
+        spans.append(store.region_of_means())
+    if store.was_refreshed(number):
+        spans.append(store.region_of_parameters(number))
+        if not store.private_parameters and store.layout.state_bytes:
+            spans.append(store.region_of_state())
+    elif isinstance(reply, Gathered) and not training:
+        spans.append(store.region_of_masters())  # the first worker has written the initial ones
+    return spans
+
+
+class HostStarter:
+    """Starts the workers of all hosts.
+
+    Args:
+        here: starts those of this host, the first ones.
+        others: the other hosts, in the order of their workers.
+    """
+
+    def __init__(self, here: WorkerStarter, others: Sequence[OtherHost]) -> None:
+        self._here, self._others = here, others
+        self.workers: list[WorkerHandle] = []  # the latest process of each
+
+    def start(
+        self,
+        numbers: Sequence[int],
+        selector: BaseSelector,
+        told: bytes | None = None,
+        version: int = 0,
+    ) -> None:
+        """Start a process for each of these workers.
+
+        Raises:
+            OSError: if a host is lost, or this one refuses.
+        """
+        elsewhere = {number for host in self._others for number in host.numbers}
+        if mine := [number for number in numbers if number not in elsewhere]:
+            self._here.start(mine, selector, told, version)
+        for host in self._others:
+            if theirs := [number for number in numbers if number in host.numbers]:
+                host.start(theirs, selector, told, version)
+        self.workers = list(self._here.workers)
+        for host in self._others:
+            self.workers += [host.workers[number] for number in sorted(host.workers)]
+
+    def kill(self) -> None:
+        """Kill all processes."""
+        self._here.kill()
+        for worker in self.workers:
+            if isinstance(worker, RemoteWorker):
+                worker.kill()
+
+    def close(self) -> None:
+        """Free the resources of this host."""
+        self._here.close()
+        for host in self._others:
+            host.leave()
+
+
+class Hosts:
+    """All other hosts of a call of the trainer.
+
+    Args:
+        connections: to the relays, one for each other host.
+        n_here: workers on this host, and on each other one.
+    """
+
+    def __init__(self, connections: Sequence[HostConnection], n_here: int) -> None:
+        self._signals: list[int] = []
+        self._hosts = [
+            OtherHost(
+                each, range(each.host * n_here, (each.host + 1) * n_here), self._signals.append
+            )
+            for each in sorted(connections, key=lambda connection: connection.host)
+        ]
+
+    def beside(self, here: WorkerStarter, server: Server) -> HostStarter:
+        """A starter of the workers of all hosts, for one run."""
+        for host in self._hosts:
+            host.begin(server)
+        return HostStarter(here, self._hosts)
+
+    def take_signals(self) -> list[int]:
+        """The signals that relays have got since this was asked last."""
+        taken = list(self._signals)
+        self._signals.clear()
+        return taken
+
+    def flush(self) -> None:
+        """Send what has been queued."""
+        for host in self._hosts:
+            host.flush()
+
+    def conclude(self, over: Over) -> None:
+        """The call has ended like this: say so, and close the connections."""
+        for host in self._hosts:
+            host.tell(over)
+            host.connection.close()
+
+    def stats(self) -> list[dict[str, int]]:
+        """Bytes sent to and received from each other host."""
+        return [host.connection.stats() for host in self._hosts]

@@ -1,0 +1,266 @@
+"""Two hosts with two workers each train as one host with four."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from hybridtrain import HybridStrategy
+from tests.support.several_hosts import Host, run_hosts
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="hosts are forked processes")
+EPOCHS, SAMPLES = 3, 64
+
+
+class Net(pl.LightningModule):
+    """A small regression with batch normalisation, and so with buffers."""
+
+    def __init__(self, rate: float = 0.01) -> None:
+        super().__init__()
+        self.rate = rate
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 16),
+            torch.nn.BatchNorm1d(16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 1),
+        )
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.rate)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class ReadsGradients(pl.Callback):
+    """Sees the mean of all workers' gradients."""
+
+    def on_before_optimizer_step(self, _: Any, module: Any, __: Any) -> None:
+        for parameter in module.parameters():
+            assert torch.isfinite(parameter.grad).all()
+
+
+class Slowly(pl.Callback):
+    """Gives whoever kills a host the time to do so; says that training has begun."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        time.sleep(0.05)
+        if trainer.global_step > 0:
+            Path("begun").touch()
+
+
+def data() -> DataLoader[Any]:
+    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+
+def train(
+    n_hosts: int,
+    devices: int,
+    policy: Any = "hybrid",
+    callbacks: tuple[Callable[[], pl.Callback], ...] = (),
+    ckpt: Path | None = None,
+    epochs: int = EPOCHS,
+    saves: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """What is left of a training."""
+    pl.seed_everything(7, verbose=False)
+    module, strategy = Net(), HybridStrategy(policy, **options)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        num_nodes=n_hosts,
+        max_epochs=epochs,
+        callbacks=[make() for make in callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, data(), data(), ckpt_path=ckpt, weights_only=False)
+    if saves:
+        trainer.save_checkpoint("end.ckpt")
+    stats = strategy.run_stats()
+    return {
+        "weights": {k: v.clone() for k, v in module.state_dict().items()},
+        "step": trainer.global_step,
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "samples": stats.get("samples"),
+        "hosts": stats.get("hosts"),
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+    }
+
+
+def both(folder: Path, body: Callable[..., Any], **options: Any) -> tuple[list[Host], Host]:
+    """Two hosts with two workers, and one host with four."""
+    two = run_hosts(folder / "two", partial(body, 2, 2, **options))
+    (one,) = run_hosts(folder / "one", partial(body, 1, 4, **options), n_hosts=1)
+    for host in (*two, one):
+        assert host.status == 0, host.said
+    return two, one
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+    for name, value in one["weights"].items():
+        assert torch.equal(value, other["weights"][name]), name
+    for key in ("step", "metrics", "rates"):
+        assert key in but or one[key] == other[key], key
+
+
+LOCK_STEP: dict[str, dict[str, Any]] = {
+    "hybrid": {},
+    "hybrid, gradients are read": {"callbacks": (ReadsGradients,)},
+    "hybrid, int8": {"exchange": {"name": "gradient", "compress": "int8"}},
+    "hybrid, bf16": {"transport_dtype": "bf16"},
+    "median": {"update": "median"},
+    "local_sgd": {"exchange": {"name": "movement", "every": 4}},
+    "synchronous": {"policy": "synchronous"},
+}
+
+
+@pytest.mark.parametrize("name", LOCK_STEP)
+def test_in_lock_step_two_hosts_train_what_one_does_to_the_bit(tmp_path: Path, name: str) -> None:
+    two, one = both(tmp_path, train, **LOCK_STEP[name])
+    assert_equal(two[0].result, one.result)
+    assert_equal(two[1].result, one.result)
+    assert two[0].result["samples"] == EPOCHS * SAMPLES
+    (between,) = two[0].result["hosts"]
+    assert between["sent"] > 0 and between["received"] > 0 and one.result["hosts"] is None
+
+
+FREE: dict[str, dict[str, Any]] = {
+    "async": {"policy": "async"},
+    "ssp": {"policy": {"name": "ssp", "lead": 1}},
+    "downpour": {
+        "policy": "async",
+        "exchange": {"name": "accumulated", "n_push": 1, "n_fetch": 1},
+    },
+    "easgd": {"policy": "async", "exchange": {"name": "elastic", "every": 2}},
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_workers_that_run_freely_train_on_each_sample_once(tmp_path: Path, name: str) -> None:
+    two = run_hosts(tmp_path, partial(train, 2, 2, **FREE[name]))
+    for host in two:
+        assert host.status == 0, host.said
+    assert two[0].result["samples"] == EPOCHS * SAMPLES
+    assert_equal(two[0].result, two[1].result)
+
+
+def test_a_worker_of_another_host_is_restarted_and_nothing_changes(tmp_path: Path) -> None:
+    kill = [{"worker": 3, "step": 4, "kind": "kill"}]
+    disturbed = run_hosts(tmp_path / "a", partial(train, 2, 2, on_failure="restart", faults=kill))
+    undisturbed = run_hosts(tmp_path / "b", partial(train, 2, 2))
+    assert [host.status for host in disturbed] == [0, 0], disturbed[0].said
+    assert_equal(disturbed[0].result, undisturbed[0].result)
+    assert "restart 1" in disturbed[0].said
+
+
+@pytest.mark.parametrize("exchange", ["gradient", {"name": "movement", "every": 4}])
+def test_a_checkpoint_of_two_hosts_is_resumed_on_one_and_back(
+    tmp_path: Path, exchange: Any
+) -> None:
+    begun = partial(train, exchange=exchange, epochs=1, saves=True)
+    two = run_hosts(tmp_path / "two", partial(begun, 2, 2))
+    one = run_hosts(tmp_path / "one", partial(begun, 1, 4), n_hosts=1)
+    assert [host.status for host in (*two, *one)] == [0, 0, 0], two[0].said
+    again = partial(train, exchange=exchange)
+    there = tmp_path / "two" / "host0" / "end.ckpt", tmp_path / "one" / "host0" / "end.ckpt"
+    assert not (tmp_path / "two" / "host1" / "end.ckpt").exists()
+    (on_one,) = run_hosts(tmp_path / "c", partial(again, 1, 4, ckpt=there[0]), n_hosts=1)
+    on_two = run_hosts(tmp_path / "d", partial(again, 2, 2, ckpt=there[1]))
+    assert on_one.status == 0 == on_two[0].status, on_one.said + on_two[0].said
+    assert_equal(on_one.result, on_two[0].result)
+
+
+# ---- hosts that are lost ------------------------------------------------------------------------
+
+
+def kill_when_training(folder: Path, host: int, how: int, pids: list[int]) -> None:
+    limit = time.monotonic() + 60.0
+    while not (folder / f"host{host}" / "begun").exists() and time.monotonic() < limit:
+        time.sleep(0.02)
+    os.kill(pids[host], how)
+
+
+def lose(folder: Path, host: int, how: int = signal.SIGKILL, **options: Any) -> list[Host]:
+    """Two hosts, of which one gets a signal in the middle of training."""
+    body = partial(train, 2, 2, callbacks=(Slowly,), **options)
+    return run_hosts(folder, body, meanwhile=partial(kill_when_training, folder, host, how))
+
+
+def test_a_host_is_lost_and_the_run_ends_with_its_name(tmp_path: Path) -> None:
+    first, lost = lose(tmp_path, 1)
+    assert (first.status, lost.status) == (1, -signal.SIGKILL)
+    assert "is lost with host 1 (" in first.said
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+def test_a_host_is_lost_and_the_other_trains_on_all_that_is_left(
+    tmp_path: Path, policy: str
+) -> None:
+    first, lost = lose(tmp_path, 1, policy=policy, on_failure="continue")
+    assert (first.status, lost.status) == (0, -signal.SIGKILL), first.said
+    assert first.result["samples"] == EPOCHS * SAMPLES
+
+
+def test_the_server_is_lost_and_the_other_host_ends_in_one_line(tmp_path: Path) -> None:
+    lost, other = lose(tmp_path, 0)
+    assert (lost.status, other.status) == (-signal.SIGKILL, 1)
+    assert "host 0, which has the parameters, is lost" in other.said
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_signal_to_one_host_ends_both(tmp_path: Path, host: int) -> None:
+    ended = lose(tmp_path, host, signal.SIGTERM)
+    assert [each.status for each in ended] == [128 + signal.SIGTERM] * 2, ended[0].said
+
+
+def test_an_error_of_a_worker_elsewhere_is_shown_on_host_0(tmp_path: Path) -> None:
+    wrong = [{"worker": 2, "step": 3, "kind": "exception"}]
+    first, other = run_hosts(tmp_path, partial(train, 2, 2, faults=wrong))
+    assert (first.status, other.status) == (1, 1)
+    assert "This happened in worker 2" in first.said
+    assert "the run has ended on host 0: InjectedFault" in other.said
+
+
+# ---- hosts that do not fit ----------------------------------------------------------------------
+
+
+def differing() -> dict[str, Any]:
+    return train(2, 2, policy="hybrid" if os.environ["NODE_RANK"] == "0" else "async")
+
+
+def test_hosts_with_other_options_are_named_before_training(tmp_path: Path) -> None:
+    first, other = run_hosts(tmp_path, differing)
+    assert (first.status, other.status) == (1, 1)
+    assert "host 1 does not fit: " in first.said and "policy" in first.said
+
+
+def test_hogwild_is_refused_between_hosts(tmp_path: Path) -> None:
+    refused = run_hosts(tmp_path, partial(train, 2, 2, policy="hogwild"))
+    for host in refused:
+        assert host.status == 1 and "use num_nodes=1, or strategy=async" in host.said
