@@ -138,7 +138,6 @@ class Client:
         self.take_calls: Callable[[tuple[ScheduleCall, ...]], object] = lambda calls: None
         # A patient worker called to a round or a meeting joins it by this, then waits again.
         self.called: Callable[[str], object] = lambda to: None
-        # Stop and restart.
         self.stop: Stop | None = None
         self.save_permission: SavePermission | None = None  # received after this worker's stop
         self.tells: Callable[[], bytes] | None = None  # makes a progress report
