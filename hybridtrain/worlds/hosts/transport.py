@@ -36,9 +36,10 @@ from hybridtrain.worlds.local.channel import pickled
 MESSAGE, FRAME = struct.Struct("<BQQ"), struct.Struct("<QQQ")
 SMALL, LARGE, GOODBYE = range(3)
 FRAME_BYTES = 1 << 20
-SMALL_BYTES = 1 << 14  # of a message that travels on the control connection
+SMALL_BYTES = 1 << 11  # of a message that travels on the control connection
 IN_MESSAGE = 2**64 - 1  # the offset of a frame whose bytes belong to a message
 _READ_BYTES = 1 << 16
+_DEATH = "its process has ended"
 _LAST_S = 1.0  # for what is still on its way when a connection ends
 
 
@@ -205,7 +206,7 @@ class HostConnection:
         except _Foul as error:
             reason = str(error)
         except OSError as error:
-            reason = f"the connection failed: {in_words(error)}"
+            reason = _why_lost(error)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         with self._changed:
@@ -241,7 +242,7 @@ class HostConnection:
                 if not there:
                     self._changed.wait_for(self._nothing_comes, _LAST_S)
                     self._hand_out()
-                    return self._broken or "its process has ended"
+                    return self._broken or self._failing or _DEATH
                 if self._failing is not None and until is None:
                     until = time.monotonic() + _LAST_S  # control may have ended, too: read its last
                 sending = select.POLLOUT if self._saying else 0
@@ -318,7 +319,7 @@ class HostConnection:
             os.eventfd_write(self._bell, 1)
 
     def _fail(self, error: OSError) -> None:
-        self._failing = self._failing or f"the connection failed: {in_words(error)}"
+        self._failing = self._failing or _why_lost(error)
         self._changed.notify_all()
         os.eventfd_write(self._wake, 1)
 
@@ -398,6 +399,14 @@ class HostConnection:
 
 class _Foul(Exception):
     """The other side does not keep to the protocol."""
+
+
+def _why_lost(error: OSError) -> str:
+    if isinstance(error, ConnectionError | ssl.SSLEOFError):  # killed: its kernel ends the streams
+        return _DEATH
+    if isinstance(error, TimeoutError):
+        return "it has not answered in time: its machine or the network between is down"
+    return f"the connection failed: {in_words(error)}"
 
 
 def _silence(bell: int) -> None:
