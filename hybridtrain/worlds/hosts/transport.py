@@ -20,6 +20,7 @@ import itertools
 import os
 import pickle
 import select
+import socket
 import ssl
 import struct
 import threading
@@ -249,8 +250,18 @@ class HostConnection:
             if until is not None and time.monotonic() > until:
                 return self._failing or ""
             poll.register(self._control, select.POLLIN | sending)
-            poll.poll(None if until is None else max(1000 * (until - time.monotonic()), 0))
+            wait_ms = None if until is None else max(1000 * (until - time.monotonic()), 0)
+            events = dict(poll.poll(wait_ms))
             _silence(self._wake)
+            if events.get(self._control.fileno(), 0) & select.POLLERR:
+                self._ask_for_error()
+
+    def _ask_for_error(self) -> None:
+        """Note the kernel's error: some versions of Python make a time-out the end of a stream."""
+        number = self._control.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        with self._changed:
+            if number:
+                self._fail(OSError(number, os.strerror(number)))
 
     def _nothing_comes(self) -> bool:
         self._hand_out()
