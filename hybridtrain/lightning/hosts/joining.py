@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from selectors import EVENT_READ, DefaultSelector
@@ -105,6 +105,12 @@ def _wait_for_all(listener: Listener, n_hosts: int, about: dict[str, Any]) -> li
             for connection in listener.accepted():
                 if (reason := differences(about, connection.about)) is not None:
                     raise UserError(f"host {connection.host} does not fit: {reason}")
+                if connection.host in found or connection.host >= n_hosts:
+                    raise UserError(
+                        f"num_nodes={n_hosts} was given, and a host that says it is host "
+                        f"{connection.host} has come, which is {_taken(connection.host, found)}; "
+                        f"give each host a NODE_RANK of its own, from 0 to {n_hosts - 1}"
+                    )
                 found[connection.host] = connection
             for stranger in listener.refused():
                 to_stderr(f"turned away: {stranger}")
@@ -122,6 +128,10 @@ def _wait_for_all(listener: Listener, n_hosts: int, about: dict[str, Any]) -> li
                 said_s = now_s
                 to_stderr(f"waiting at port {listener.port} for host {names} of {n_hosts}")
     return list(found.values())
+
+
+def _taken(host: int, found: Mapping[int, HostConnection]) -> str:
+    return "there already" if host in found else "one too many"
 
 
 @contextmanager
