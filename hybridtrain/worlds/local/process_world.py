@@ -188,31 +188,12 @@ class ProcessWorld:
         """
         whole_rounds = self.server.requirements.whole_rounds
         self.roster = Roster(self.n_workers, self.judge, self.grace_s, whole_rounds)
-        n_workers, apart = self.n_workers, self.others is not None
-
-        def bodies(told: bytes | None, version: int) -> Body:
-            if told is None:
-                return body
-            assert again is not None, "restarts need a body"
-            return again(told, version)
-
-        here = WorkerStarter(
-            n_workers,
-            self.start_method,
-            self.threads_per_worker,
-            bodies,
-            self.places,
-            self.meet,
-            apart=apart,
-        )
-        self._starter: Starter = (
-            here if self.others is None else self.others.beside(here, self.server)
-        )
+        self._starter = self._made_starter(body, again)
         self.server.membership.queue.covered = self._covered
         self.server.workers_updates.free_by(self._free)
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
-                self._starter.start(range(n_workers), selector)
+                self._starter.start(range(self.n_workers), selector)
                 while not self.roster.over:
                     self._turn(selector)
             finally:
@@ -231,6 +212,24 @@ class ProcessWorld:
             raise self._failure
         self.watchdog.conclude()
         return results
+
+    def _made_starter(self, body: Body, again: Again | None) -> Starter:
+        def bodies(told: bytes | None, version: int) -> Body:
+            if told is None:
+                return body
+            assert again is not None, "restarts need a body"
+            return again(told, version)
+
+        here = WorkerStarter(
+            self.n_workers,
+            self.start_method,
+            self.threads_per_worker,
+            bodies,
+            self.places,
+            self.meet,
+            apart=self.others is not None,
+        )
+        return here if self.others is None else self.others.beside(here, self.server)
 
     def _covered(self, worker: int) -> int:
         """Mini-batches that the worker has processed without the server."""

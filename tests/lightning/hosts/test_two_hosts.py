@@ -236,7 +236,9 @@ def test_the_server_is_lost_and_the_other_host_ends_in_one_line(tmp_path: Path) 
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_signal_to_one_host_ends_both(tmp_path: Path, host: int) -> None:
     ended = lose(tmp_path, host, signal.SIGTERM)
-    assert [each.status for each in ended] == [128 + signal.SIGTERM] * 2, ended[0].said
+    assert [each.status for each in ended] == [128 + signal.SIGTERM] * 2, [
+        each.said[-3000:] for each in ended
+    ]
 
 
 def test_an_error_of_a_worker_elsewhere_is_shown_on_host_0(tmp_path: Path) -> None:
