@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
+from threading import Event, Thread
 from typing import NamedTuple
 
 from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -165,34 +167,48 @@ def key_of(place: Place, path: str | Path | None) -> Key:
 
 
 # By torchrun's store. Its values outlive a process that torchrun restarts, and each agent has a
-# restart count of its own, so a host that reads an address asks whether somebody listens there.
+# restart count of its own. So host 0 publishes again and again, and a value counts once it changes.
 
 
 @contextmanager
 def _published(place: Place, port: int, key: bytes) -> Iterator[None]:
-    store = _store(place, PATIENCE_S)
-    address = address_towards(place)
-    store.set(_name(place), f"{address}\n{port}\n{key.hex()}")
-    if not place.hosts_store:
-        del store  # workers would inherit its socket
-    yield
+    store, over = _store(place, PATIENCE_S), Event()
+    said = f"{address_towards(place)}\n{port}\n{key.hex()}"
+
+    def publish() -> None:
+        with suppress(RuntimeError):  # the store has ended: so will torchrun
+            for beat in count():
+                store.set(_name(place), f"{said}\n{beat}")
+                if over.wait(_PAUSE_S):
+                    return
+
+    thread = Thread(target=publish, name="publish key", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _from_store(place: Place, given: Key | None, patience_s: float) -> Meeting:
-    until = time.monotonic() + patience_s
+    until, before = time.monotonic() + patience_s, b""
     store = _store(place, patience_s)
     while time.monotonic() < until:
-        if store.check([_name(place)]):
-            address, port, key = store.get(_name(place)).decode().split("\n")
-            if _listens(address, int(port)):
-                if given is None and not key:
-                    raise UserError(
-                        "host 0 was given strategy.hosts_key, and this host was not; give it on all"
-                    )
-                found = given or Key.from_bytes(bytes.fromhex(key))
-                return Meeting(found, address, int(port))
+        now = store.get(_name(place)) if store.check([_name(place)]) else b""
+        if before not in (b"", now):
+            address, port, key, _ = now.decode().split("\n")
+            if given is None and not key:
+                raise UserError(
+                    "host 0 was given strategy.hosts_key, and this host was not; give it on all"
+                )
+            return Meeting(given or Key.from_bytes(bytes.fromhex(key)), address, int(port))
+        before = now
         time.sleep(_PAUSE_S)
-    raise _nobody(place, patience_s)
+    raise UserError(
+        f"host 0 of {place.n_hosts} has not come within {patience_s:.0f} s; start the command on "
+        "all hosts, and look at what host 0 printed"
+    )
 
 
 def _store(place: Place, patience_s: float) -> TCPStore:
@@ -216,14 +232,6 @@ def _name(place: Place) -> str:
     return f"hybridtrain/{place.run}/server"
 
 
-def _listens(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=5.0).close()
-    except OSError:
-        return False
-    return True
-
-
 def address_towards(place: Place) -> str:
     """This host's address in the network in which torchrun's store is."""
     with suppress(OSError):
@@ -236,13 +244,6 @@ def address_towards(place: Place) -> str:
         if place.is_local or not is_loopback(own):
             return own
     return place.address  # the store is on this host, whose name means loopback here
-
-
-def _nobody(place: Place, patience_s: float) -> UserError:
-    return UserError(
-        f"host 0 of {place.n_hosts} has not come within {patience_s:.0f} s; start the command on "
-        "all hosts, and look at what host 0 printed"
-    )
 
 
 # By a file in the temporary directory, between processes of one user on one host. Host 0 holds a

@@ -136,13 +136,19 @@ def _taken(host: int, found: Mapping[int, HostConnection]) -> str:
 
 @contextmanager
 def joined(strategy: HybridStrategy) -> Iterator[HostConnection]:
-    """On another host: the connection to host 0."""
+    """On another host: the connection to host 0.
+
+    Raises:
+        UserError: if host 0 does not come, or does not fit.
+    """
     meeting = take_key(strategy.place, strategy.data_options["hosts_key"])
     about = about_this_host(strategy)
     connection = dial(
         meeting.address, meeting.port, meeting.key, strategy.node_rank, about, PATIENCE_S
     )
     try:
+        if (reason := differences(about, connection.about)) is not None:
+            raise UserError(f"host 0 does not fit: {reason}")
         yield connection
     finally:
         connection.close()

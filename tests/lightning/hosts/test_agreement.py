@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from hybridtrain.lightning.hosts import agreement
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.hosts import agreement, joining
 from hybridtrain.lightning.hosts.agreement import (
     about_this_host,
     compare_configuration,
     described,
     differences,
 )
+from hybridtrain.lightning.hosts.cluster import Meeting
 from hybridtrain.policies.basic import WaitForAll
 from tests.lightning.toys import make_trainer
 
@@ -34,6 +37,20 @@ def about(policy: Any = "hybrid", **options: Any) -> dict[str, Any]:
 
 def test_equal_hosts_do_not_differ() -> None:
     assert differences(about(), about()) is None
+
+
+def test_another_host_hears_in_what_host_0_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy: Any = make_trainer("hybrid", 2).strategy
+    mine = about_this_host(strategy)
+    connection = Mock(about=mine | {"name": "far", "source": "x"})
+    monkeypatch.setattr(joining, "dial", lambda *_: connection)
+    monkeypatch.setattr(joining, "take_key", lambda *_: Meeting(Mock(), "far", 1))
+    with (
+        pytest.raises(UserError, match="host 0 does not fit: source is x on far"),
+        joining.joined(strategy),
+    ):
+        pass
+    connection.close.assert_called_once()
 
 
 @pytest.mark.parametrize(
