@@ -1,0 +1,79 @@
+"""Two agents of torchrun: a host is lost, and all start again as one new run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.cli.conftest import summary
+from tests.cli.tiny import TinyModule
+
+ROOT = Path(__file__).parents[2]
+
+
+class LosesHost1(TinyModule):
+    """Its worker on host 1 kills the relay there, once. ``flag``: a file that says it has."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__()
+        self.flag = Path(flag)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        on_host_1 = os.environ["GROUP_RANK"] == "1"
+        if on_host_1 and self.global_step == 3 and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def agent(port: int, *options: str) -> subprocess.Popen[str]:
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a"]
+    again = ["--local-addr", "127.0.0.1", "--max-restarts", "1", "-m", "hybridtrain"]
+    return subprocess.Popen(
+        [sys.executable, *torchrun, *meeting, *again, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_hosts_start_again_though_each_agent_has_a_restart_count_of_its_own(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("cryptography")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {
+        "model._target_": "tests.cli.test_torchrun.LosesHost1",
+        "model.flag": str(tmp_path / "lost"),
+        "data._target_": "tests.cli.tiny.TinyData",
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 1,
+        "trainer.num_nodes": 2,
+        "trainer.max_epochs": 2,
+        "logger": "none",
+        "hydra.run.dir": str(tmp_path / "run"),
+    }
+    options = [f"{name}={value}" for name, value in given.items()]
+    agents: list[Any] = [agent(port, *options) for _ in range(2)]
+    try:
+        said = [each.communicate(timeout=500)[0] for each in agents]
+    finally:
+        for each in agents:
+            each.kill()
+    assert [each.returncode for each in agents] == [0, 0], said
+    assert (tmp_path / "lost").exists()
+    assert summary(tmp_path / "run")["exit"] == 0
+    assert "".join(said).count("host 1 of 2: 1 worker, relay to 127.0.0.1") == 2
