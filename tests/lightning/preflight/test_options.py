@@ -349,8 +349,8 @@ def test_what_free_running_workers_cannot_do(
     refused("async", f"{match}.*strategy=hybrid", monkeypatch, **options)
 
 
-def test_more_than_one_node_is_for_ddp() -> None:
-    with pytest.raises(UserError, match=r"num_nodes=2 was given.*strategy=ddp"):
+def test_several_hosts_need_an_engine_or_its_variables() -> None:
+    with pytest.raises(UserError, match=r"num_nodes is more than 1, and .*NODE_RANK is missing"):
         make_trainer("hybrid", 2, num_nodes=2)
 
 
