@@ -134,7 +134,8 @@ class Trial(Environment):
         environment = {**os.environ, "HYBRIDTRAIN_ANY_VERSION": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         (self.venv / "tests.log").write_text(done.stdout + done.stderr)
-        return (done.stdout.strip().splitlines() or ["pytest did not run"])[-1].strip("= ")
+        printed = done.stdout.strip() or done.stderr.strip() or "pytest did not run"
+        return printed.splitlines()[-1].strip("= ")
 
 
 def result(trial: Trial) -> str:

@@ -26,9 +26,10 @@ def hush() -> None:
     """Install the filters here and, through the environment, in new processes."""
     # Lightning 2.6 calls a function that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", message=_PYTREE)
-    # Hydra 1.4 deprecates arguments that 1.3 needs; we allow both versions.
+    # Hydra 1.4 deprecates calls without arguments that 1.3 lacks; we allow both versions.
     warnings.filterwarnings("ignore", message=".*version_base parameter is deprecated.*")
     warnings.filterwarnings("ignore", message=r".*register_new_resolver\(\) is deprecated.*")
+    warnings.filterwarnings("ignore", message=r".*instantiate\(\) resolved _target_=")
     # PYTHONWARNINGS takes the literal beginning of the message, without commas.
     mine = "ignore:`isinstance(treespec"
     others = os.environ.get("PYTHONWARNINGS", "")

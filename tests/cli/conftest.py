@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import io
 import json
 import os
 import socket
@@ -14,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
-from omegaconf._utils import get_yaml_loader
 
 from tests.cli.zygote import Zygote
 
@@ -63,8 +62,8 @@ def each_text_of_yaml_is_parsed_once() -> Iterator[None]:
             return load(file)
         text = file.read()
         if text not in parsed:
-            parsed[text] = yaml.load(text, Loader=get_yaml_loader())
-        return OmegaConf.create(parsed[text] or {})  # a copy
+            parsed[text] = OmegaConf.to_container(load(io.StringIO(text)))
+        return OmegaConf.create(parsed[text])  # a copy
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OmegaConf, "load", load_once)
