@@ -30,7 +30,7 @@ Go on with
   cd {folder}
   python -m hybridtrain --config-dir conf task={name} trainer.devices=2
   python -m hybridtrain --config-dir conf -m task={name} strategy=hybrid,async trainer.devices=2
-  python -m pytest"""
+  pip install pytest && python -m pytest"""
 
 
 def project_name(folder: Path) -> str:
