@@ -184,7 +184,8 @@ class HybridLauncher(Launcher):
                     return world.run(partial(_run_in_process, job), partial(_run_again, job))
             finally:
                 error = sys.exc_info()[0]
-                faults = {} if error is BeginAnew else strategy.faults.conclude(well=error is None)
+                here = None if others is None else strategy.numbers_here
+                faults = {} if error is BeginAnew else strategy.faults.conclude(error is None, here)
                 kept = strategy.keeping.figures() | strategy.device_memory.figures()
                 between = {} if others is None else {"hosts": others.stats()}
                 strategy.remember_stats(server.statistics.stats() | faults | kept | between)

@@ -21,7 +21,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -89,13 +89,18 @@ class Faults:
         if self.wanted and trainer.state.fn == "fit":
             self.fault_log = FaultLog(len(self.wanted), n_workers)
 
-    def conclude(self, well: bool) -> dict[str, Any]:
-        """The log, for the run's statistics; if the run ended ``well``, warn of missed faults."""
+    def conclude(self, well: bool, here: Collection[int] | None = None) -> dict[str, Any]:
+        """The log, for the run's statistics; if the run ended ``well``, warn of missed faults.
+
+        ``here``: the workers of this host, of which alone it knows, if not all are.
+        """
         if self.fault_log is None:
             return {}
         fault_log, self.fault_log = self.fault_log, None
         rows = happened(self.wanted, fault_log)
         for number, fault in enumerate(self.wanted if well else ()):
+            if here is not None and fault.worker not in here:
+                continue
             if fault.worker is not None and not fault_log.count(number, fault.worker):
                 steps = fault_log.progress(fault.worker)[0]
                 rank_zero_warn(f"faults: {fault}: it never came to it (the worker made {steps})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ def about_this_host(strategy: SingleHost) -> dict[str, Any]:
         "name": socket.gethostname(),
         "versions": _versions(),
         "source": _digest_of_source(),
+        "seed": os.environ.get("PL_GLOBAL_SEED", "not given"),
         "num_nodes": strategy.num_nodes,
         "workers": len(strategy.parallel_devices or [None]) * strategy.workers_per_device,
         "options": {name: described(value) for name, value in options.items()},
@@ -78,6 +80,7 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | Non
 _ADVICE = {
     "versions": "install the same on all hosts",
     "source": "install the same hybridtrain on all hosts (the digest of its files differs)",
+    "seed": "call seed_everything with the same number on all hosts, or seed=NUMBER",
     "num_nodes": "give all hosts the same num_nodes",
     "workers": "give all hosts the same trainer.devices and workers_per_device",
     "options": "give all hosts the same options of the strategy",

@@ -325,7 +325,7 @@ def check_startup(
         check_device_memory(module, strategy.workers_per_device)
         check_devices(strategy)
     else:
-        check_threads(n_workers, threads, cores, strategy.threads_per_worker == "auto")
+        check_threads(strategy.local_workers, threads, cores, strategy.threads_per_worker == "auto")
     check_descriptors(n_workers)
     check_spawning(strategy.start_method, start_method)
     named = job.named()
