@@ -78,7 +78,7 @@ def worker(memory: DeviceMemory, **also: Any) -> Any:
     return SimpleNamespace(
         root_device=torch.device("cuda:1"),
         workers_per_device=2,
-        global_rank=1,
+        local_rank=1,
         device_memory=memory,
         precision_plugin=SimpleNamespace(precision="bf16-mixed"),
         lightning_module=SimpleNamespace(parameters=lambda: [parameter]),
