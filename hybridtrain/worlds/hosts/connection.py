@@ -214,6 +214,9 @@ class Listener:
         with self._lock:
             if self._closed:
                 raise _Refused("this host has stopped listening")
+            if self._pending.pop(sock, None) is None:
+                raise _Refused("it had to make room for others")
+            # From here on it is its host's, and nobody but the connection may end it.
             half = self._halves.setdefault(
                 identity, _Half(host, said["about"], time.monotonic() + _HALF_S)
             )

@@ -498,6 +498,25 @@ def test_a_listener_that_closes_leaves_nothing() -> None:
 # ---- what the user has to mend -------------------------------------------------------------------
 
 
+class LateGreeting(Listener):
+    """A thread that has greeted a host goes on only when the listener closes."""
+
+    def _join(self, sock: ssl.SSLSocket, said: dict[str, Any]) -> None:
+        super()._join(sock, said)
+        while not self._closed and said["role"] == connection.ROLES[-1]:
+            time.sleep(0.001)
+        time.sleep(0.05)
+
+
+def test_a_listener_that_closes_leaves_the_hosts_that_it_has_handed_out() -> None:
+    late = LateGreeting("127.0.0.1", 0, KEY, {})
+    with closing(call(late)) as theirs, closing(accepted(late)) as ours:
+        late.close()
+        for sender, receiver in ((ours, theirs), (theirs, ours)):
+            sender.send(bytes(2 * transport.SMALL_BYTES))  # by the connections of rows
+            assert received(receiver, 1) == [bytes(2 * transport.SMALL_BYTES)]
+
+
 def test_a_port_in_use_and_a_foreign_address_are_one_line(listener: Listener) -> None:
     with pytest.raises(UserError, match=f"port {listener.port} of 127.0.0.1 is in use"):
         Listener(HOME, listener.port, KEY, {})
