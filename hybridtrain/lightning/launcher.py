@@ -34,7 +34,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
     leave_signals_alone,
     tear_down,
 )
-from hybridtrain.lightning.hosts.joining import joined, other_hosts, result_of
+from hybridtrain.lightning.hosts.joining import joined, result_of, with_other_hosts
 from hybridtrain.lightning.preflight.machine_checks import check_startup
 from hybridtrain.lightning.preflight.strategy_checks import (
     check_correction,
@@ -64,6 +64,7 @@ from hybridtrain.worlds.hosts.relay import Relay
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.process_world import BeginAnew, ProcessWorld
 from hybridtrain.worlds.local.signals import Interrupted, wait_unless_signalled
+from hybridtrain.worlds.local.start_workers import Told
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
@@ -135,8 +136,7 @@ class HybridLauncher(Launcher):
             if strategy.node_rank > 0:
                 results = [self._relay(job, way)]
             else:
-                with other_hosts(strategy, scratch) as hosts:
-                    results = hosts.results = self._begin(job, way, hosts.others)
+                results = with_other_hosts(strategy, scratch, partial(self._begin, job, way))
         except Interrupted as interruption:
             self._interrupt(interruption, trainer, scratch)
         return unpack(trainer, results, scratch, job.given())
@@ -446,9 +446,9 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         leave_profile(trainer, client.worker)
 
 
-def _body_of(job: _Job, told: bytes | None, version: int) -> Callable[[Client], Any]:
+def _body_of(job: _Job, told: Told | None) -> Callable[[Client], Any]:
     """The work of a worker, or of one that replaces a lost one."""
-    return partial(_run_in_process, job) if told is None else _run_again(job, told, version)
+    return partial(_run_in_process, job) if told is None else _run_again(job, *told)
 
 
 def _run_again(job: _Job, told: bytes, version: int) -> Callable[[Client], Any]:

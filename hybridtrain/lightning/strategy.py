@@ -39,12 +39,12 @@ from hybridtrain.lightning.fault_injection.in_worker import Faults
 from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch, has_made_last_step
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
+from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.replay.run_record import Recording
 from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.lightning.results.training_at_home import before_configuring
-from hybridtrain.lightning.single_host import SingleHost
 from hybridtrain.lightning.step.gradient_guard import OnFault
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.session import Session
@@ -64,7 +64,7 @@ from hybridtrain.util.option_types import Named
 from hybridtrain.worker.client import Client
 
 
-class HybridStrategy(SingleHost):
+class HybridStrategy(HostMemoryStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
     Options of Lightning's ``ParallelStrategy`` are taken as well.

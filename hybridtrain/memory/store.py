@@ -293,9 +293,11 @@ class Store:
         start, _ = self.region_of_gradients(worker)
         used = {each.number: prod(self._used(each)) for each in packed}
         spans = [] if encoded is None else [(start, start + encoded)]
-        for number, slot in enumerate(self.layout.slots):
-            if number in absent or (encoded is not None and number not in used):
+        whole = range(len(self.layout.slots)) if encoded is None else sorted(used)
+        for number in whole:
+            if number in absent:
                 continue
+            slot = self.layout.slots[number]
             first = self._place("gradients", worker, slot)
             n_bytes = self._stored("gradients", worker, slot.dtype).itemsize
             n_bytes *= used.get(number, slot.numel)

@@ -11,7 +11,6 @@ import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from hybridtrain.cli import run
-from hybridtrain.lightning.single_host import SingleHost
 from hybridtrain.worlds.hosts.key import Key
 from tests.cli.conftest import Command, in_use
 from tests.cli.test_claim import cut_short
@@ -29,7 +28,6 @@ def fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     monkeypatch.setattr(run, "_fit", lambda cfg, parts: noted.append(cfg.run_dir))
-    monkeypatch.setattr(SingleHost, "num_nodes", property(lambda self: 2, lambda self, n: None))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return noted

@@ -1,4 +1,4 @@
-"""What hosts tell each other before they train together, and where they differ."""
+"""Compare the hosts of a run before it trains: versions, sources, options, configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridtrain.options.strategy_arguments import LightningArguments
 from hybridtrain.util.option_types import hints
 
 if TYPE_CHECKING:
-    from hybridtrain.lightning.single_host import SingleHost
+    from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
 
 # A host may have its own: where files lie, and how its processes are started.
 _OWN = {"record", "hosts_key", "start_method", "threads_per_worker", *hints(LightningArguments)}
@@ -29,8 +29,8 @@ _LONGEST = 60  # letters of a value
 _configuration: dict[str, str] = {}  # of the command line
 
 
-def about_this_host(strategy: SingleHost) -> dict[str, Any]:
-    """What must be the same on all hosts, and the host's name; plain values for JSON."""
+def about_this_host(strategy: HostMemoryStrategy) -> dict[str, Any]:
+    """The values that must agree on all hosts, and the host's name; plain, for JSON."""
     given: Any = vars(strategy)
     options = {k: v for k, v in given.get("data_options", {}).items() if k not in _OWN}
     options["policy"] = given.get("policy")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from selectors import EVENT_READ, DefaultSelector
 from typing import TYPE_CHECKING, Any
 
@@ -32,40 +32,30 @@ PATIENCE_S = 600.0  # until all hosts have come
 _NEWS_S = 20.0  # between two lines about who is missing
 
 
-@dataclass
-class Joined:
-    """``others``: the other hosts, if there are any; ``results``: of all workers, at the end."""
+def with_other_hosts(
+    strategy: HybridStrategy, scratch: Scratch, train: Callable[[Hosts | None], list[Any]]
+) -> list[Any]:
+    """On host 0: wait for the others, train, and tell them how it has ended.
 
-    others: Hosts | None = None
-    results: list[Any] | None = None
-
-
-@contextmanager
-def other_hosts(strategy: HybridStrategy, scratch: Scratch) -> Iterator[Joined]:
-    """On host 0: wait for the others; tell them at the end how the call of the trainer has ended.
+    Returns:
+        The results of all workers, from ``train``.
 
     Raises:
         UserError: if a host does not come, or does not fit.
     """
-    place = strategy.place
-    if place.n_hosts == 1:
-        yield Joined()
-        return
-    connections = _gathered(strategy)
-    joined = Joined(Hosts(connections, strategy.local_workers))
-    over = Over(error="it has ended without a result")
+    if strategy.place.n_hosts == 1:
+        return train(None)
+    hosts = Hosts(_gathered(strategy), strategy.local_workers)
     try:
-        yield joined
-        over = Over(_whole(joined.results or [], scratch))
+        results = train(hosts)
     except Interrupted as interruption:
-        over = Over(signum=interruption.signum)
+        hosts.conclude(Over(signum=interruption.signum))
         raise
     except BaseException as error:
-        over = Over(error=f"{type(error).__name__}: {error}")
+        hosts.conclude(Over(error=f"{type(error).__name__}: {error}"))
         raise
-    finally:
-        assert joined.others is not None, "it was made above"
-        joined.others.conclude(over)
+    hosts.conclude(Over(_whole(results, scratch)))
+    return results
 
 
 def _whole(results: list[Any], scratch: Scratch) -> WorkerResult | None:

@@ -24,7 +24,7 @@ from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
-from hybridtrain.lightning.hosts.cluster import check_key_is_reachable, place_of
+from hybridtrain.lightning.hosts.cluster import check_key_is_reachable
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning.step.worker_step import WorkerStep
 from hybridtrain.lightning_package import decide, is_foreign, other_than, refuse_mixture
@@ -121,7 +121,7 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _check_hosts(strategy: HybridStrategy) -> None:
-    place = place_of(strategy.num_nodes, strategy.cluster_environment)
+    place = strategy.place
     if place.n_hosts == 1:
         return
     if strategy.requirements.in_place:

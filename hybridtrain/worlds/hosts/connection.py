@@ -330,7 +330,7 @@ def _hear(sock: ssl.SSLSocket, until: float) -> dict[str, Any]:
 
 
 def _fault(said: dict[str, Any]) -> str | None:
-    """What is wrong with another host's greeting."""
+    """The fault of another host's greeting, in words; ``None``: it is right."""
     if said.get("protocol") != PROTOCOL:
         return (
             f"it speaks protocol {said.get('protocol')}, host 0 speaks {PROTOCOL}: install the "

@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hybridtrain.worlds.local.start_workers import Told
+
 # ---- from the server's host to a relay ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    """Start a process for each of these workers.
-
-    ``told``, ``version``: see :class:`hybridtrain.worlds.local.start_workers.WorkerStarter`.
-    ``anew``: of a new run, with memory of its own.
-    """
+    """Start a process for each of these workers; ``anew``: of a new run, with its own memory."""
 
     numbers: tuple[int, ...]
-    told: bytes | None = None
-    version: int = 0
+    told: Told | None = None
     anew: bool = False
 
 

@@ -29,7 +29,7 @@ from hybridtrain.worlds.hosts.orders import (
     Signalled,
     StartWorkers,
 )
-from hybridtrain.worlds.local.start_workers import WorkerHandle, WorkerStarter
+from hybridtrain.worlds.local.start_workers import Told, WorkerHandle, WorkerStarter
 
 Span = tuple[int, int]  # bytes of the shared memory
 
@@ -101,11 +101,7 @@ class OtherHost:
         self._replies, self._spans = [], []
 
     def start(
-        self,
-        numbers: Sequence[int],
-        selector: BaseSelector,
-        told: bytes | None = None,
-        version: int = 0,
+        self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
     ) -> None:
         """Let the relay start a process for each of these workers.
 
@@ -121,7 +117,7 @@ class OtherHost:
         self.flush()  # what an earlier process of the worker was to get
         for number in numbers:
             self.workers[number] = RemoteWorker(number, self, place=self.name)
-        self.tell(StartWorkers(tuple(numbers), told, version, anew))
+        self.tell(StartWorkers(tuple(numbers), told, anew))
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -226,11 +222,7 @@ class HostStarter:
         self.workers: list[WorkerHandle] = []  # the latest process of each
 
     def start(
-        self,
-        numbers: Sequence[int],
-        selector: BaseSelector,
-        told: bytes | None = None,
-        version: int = 0,
+        self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
     ) -> None:
         """Start a process for each of these workers.
 
@@ -239,10 +231,10 @@ class HostStarter:
         """
         elsewhere = {number for host in self._others for number in host.numbers}
         if mine := [number for number in numbers if number not in elsewhere]:
-            self._here.start(mine, selector, told, version)
+            self._here.start(mine, selector, told)
         for host in self._others:
             if theirs := [number for number in numbers if number in host.numbers]:
-                host.start(theirs, selector, told, version)
+                host.start(theirs, selector, told)
         self.workers = list(self._here.workers)
         for host in self._others:
             self.workers += [host.workers[number] for number in sorted(host.workers)]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import Any
@@ -89,6 +88,7 @@ class Relay:
     _store: Store | None = None
     _over: Over | None = None
     _signalled_s: float | None = None
+    _look_at_s: float = 0.0  # time of the next look at the cores
     _tags: tuple[int, ...] = ()  # of the state that worker 0 shares, as last sent or received
 
     def run(self, bodies: Bodies) -> Over:
@@ -147,9 +147,11 @@ class Relay:
         return min(_POLL_S, max(0.0, due_s - time.monotonic()))
 
     def _look(self, now_s: float) -> None:
-        alive = running(self._starter.workers)
-        stand_aside(each.pid for each in alive)
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + _POLL_S
+            stand_aside(each.pid for each in running(self._starter.workers))
         if now_s >= self.watchdog.due_s:
+            alive = running(self._starter.workers)
             self.watchdog.look(now_s, [each for each in alive if not each.cause])
         if self._signalled_s is not None and now_s > self._signalled_s + self.grace_s + _POLL_S:
             raise HostLost(f"it has not answered a signal for {self.grace_s:g} s")
@@ -203,8 +205,7 @@ class Relay:
     def _reap(self, worker: WorkerProcess) -> None:
         self._listen(worker)  # its last messages
         worker.bury()
-        ended = Ended(worker.number, worker.obituary(), worker.aftermath())
-        self.connection.send(ended)
+        self.connection.send(Ended(worker.number, worker.obituary(), worker.aftermath()))
 
     # ---- from the server to workers -------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Relay:
             self._store, self._share = None, None
             self.connection.send(Begun())
         try:
-            self._starter.start(order.numbers, selector, order.told, order.version)
+            self._starter.start(order.numbers, selector, order.told)
         except OSError as error:
             for number in order.numbers:
                 text = f"worker {number} could not be started ({error})"
@@ -242,8 +243,7 @@ class Relay:
             descriptor = store.arena.fd
         worker = self._process(number)
         if not worker.gone:
-            with suppress(BrokenPipeError):
-                worker.send(reply, descriptor)
+            worker.send(reply, descriptor)
 
     def _process(self, number: int) -> WorkerProcess:
         return self._starter.workers[number - self.numbers[0]]

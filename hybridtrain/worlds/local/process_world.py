@@ -70,7 +70,12 @@ from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.worlds.local.cpu_scheduling import one_thread, stand_aside
 from hybridtrain.worlds.local.signals import Interrupted, caught_signals
-from hybridtrain.worlds.local.start_workers import WorkerHandle, WorkerProcess, WorkerStarter
+from hybridtrain.worlds.local.start_workers import (
+    Told,
+    WorkerHandle,
+    WorkerProcess,
+    WorkerStarter,
+)
 from hybridtrain.worlds.local.worker_exit import (
     Failed,
     Finished,
@@ -99,11 +104,7 @@ class Starter(Protocol):
         ...
 
     def start(
-        self,
-        numbers: Sequence[int],
-        selector: BaseSelector,
-        told: bytes | None = None,
-        version: int = 0,
+        self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
     ) -> None:
         """Start a process for each of these workers; see :class:`WorkerStarter`."""
         ...
@@ -214,11 +215,11 @@ class ProcessWorld:
         return results
 
     def _made_starter(self, body: Body, again: Again | None) -> Starter:
-        def bodies(told: bytes | None, version: int) -> Body:
+        def bodies(told: Told | None) -> Body:
             if told is None:
                 return body
             assert again is not None, "restarts need a body"
-            return again(told, version)
+            return again(*told)
 
         here = WorkerStarter(
             self.n_workers,
@@ -243,8 +244,8 @@ class ProcessWorld:
         """
         ends = self.roster.ending or bool(self._signals)
         if for_s >= min(_STOPPED_S, self.grace_s / 4) and (ends or is_stopped(pid)):
-            for worker in self._starter.workers:
-                if not worker.gone and worker.pid == pid:
+            for worker in running(self._starter.workers):
+                if worker.pid == pid:
                     worker.kill("was stopped in the middle of an update, and killed")
 
     # ---- one turn of the loop -------------------------------------------------------------------
@@ -429,7 +430,7 @@ class ProcessWorld:
         """Start the worker again; meetings wait for it from now on."""
         version = self.server.membership.rounds.version
         try:
-            self._starter.start([number], selector, told, version)
+            self._starter.start([number], selector, Told(told, version))
         except OSError as error:  # too many processes, too little memory, no descriptor left
             self._do(self.roster.refused(number, error, time.monotonic()), selector)
             return

@@ -16,6 +16,7 @@ import selectors
 import signal
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from selectors import BaseSelector
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridtrain.monitoring.hang_detector import Doing, Heartbeat, heartbeat_file
 from hybridtrain.protocol.messages import (
@@ -41,15 +42,22 @@ from hybridtrain.protocol.messages import (
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.local.worker_main import Body, SocketPair, WorkerStart, run_worker
 
-Bodies = Callable[[bytes | None, int], Body]  # from another's progress, and the number of updates
 
+class Told(NamedTuple):
+    """The progress of another worker, after update ``version``, for one that is restarted."""
+
+    progress: bytes
+    version: int
+
+
+Bodies = Callable[[Told | None], Body]
 
 # ---- the parent's handle on a worker process ----------------------------------------------------
 
 
 @dataclass
-class WorkerHandle:
-    """What the server's process knows of a worker's process, on this host or another.
+class WorkerHandle(ABC):
+    """The server's side of a worker's process, on this host or another.
 
     ``number``: of the worker; ``place``: its device, in words; ``gone``: the process has ended;
     ``mourned``: the server knows of the loss (the process may still run); ``cause``: why the parent
@@ -64,11 +72,6 @@ class WorkerHandle:
     cause: str = field(default="", kw_only=True)
     request: Request | None = field(default=None, kw_only=True)
     heard: int = field(default=0, kw_only=True)
-
-    @property
-    def pid(self) -> int:
-        """The process number; 0 on another host."""
-        return 0
 
     @property
     def asked(self) -> str:
@@ -93,32 +96,32 @@ class WorkerHandle:
         if isinstance(reply, Answer) or (isinstance(reply, Stop) and reply.now):
             self.request = None  # other replies leave it waiting
 
+    @abstractmethod
     def send(self, reply: Reply, fd: int | None = None) -> None:
         """Send without blocking; ``fd``: a descriptor to send beside it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def messages(self) -> Iterator[Any]:
         """The messages that have arrived; never blocks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self, cause: str = "") -> None:
         """Kill the process; ``cause``: for the obituary."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bury(self) -> None:
         """Note that the process has ended."""
-        raise NotImplementedError
 
-    def close(self) -> None:
-        """Free all resources; may be called twice."""
+    def close(self) -> None:  # noqa: B027
+        """Free all resources, if there are any; may be called twice."""
 
+    @abstractmethod
     def obituary(self) -> str:
         """How the process ended, if it sent no report."""
-        raise NotImplementedError
 
+    @abstractmethod
     def aftermath(self) -> str:
         """The loss that other workers cannot make good, in words."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -167,7 +170,7 @@ class WorkerProcess(WorkerHandle):
                 self._selector.register(self._room, selectors.EVENT_WRITE, ("room", self))
 
     def messages(self) -> Iterator[Any]:
-        """Those that have arrived. At the end of the stream the sentinel reports what follows."""
+        """The messages that have arrived; behind the last one the sentinel reports the end."""
         if self._selector is None or self.channel not in self._selector.get_map():
             return  # it has been closed since the selector returned
         try:
@@ -297,15 +300,11 @@ class WorkerStarter:
             self._bells = tuple(os.eventfd(0, flags) for _ in range(self.n_workers))
 
     def start(
-        self,
-        numbers: Sequence[int],
-        selector: BaseSelector,
-        told: bytes | None = None,
-        version: int = 0,
+        self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
     ) -> None:
         """Start a process for each of these workers; all, or none.
 
-        ``told``: the progress of another worker, after update ``version``, for restarted ones.
+        ``told``: for restarted ones.
 
         Raises:
             OSError: if the system has not enough processes, memory or descriptors.
@@ -317,7 +316,7 @@ class WorkerStarter:
         try:
             for number in numbers:
                 pairs[number] = channel_pair()
-            self._fork(numbers, self.bodies(told, version), pairs, selector)
+            self._fork(numbers, self.bodies(told), pairs, selector)
         except BaseException:
             for ours, _ in pairs.values():
                 ours.close()

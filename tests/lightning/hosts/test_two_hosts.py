@@ -16,13 +16,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
+from tests.picking import by_default
 from tests.support.several_hosts import Host, run_hosts
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="hosts are forked processes"),
-    # About one run in a hundred under load ends with a connection that both sides take for a death.
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="hosts are forked processes")
 EPOCHS, SAMPLES = 3, 64
 
 
@@ -133,18 +130,19 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any], but: tuple[str, ...
         assert key in but or one[key] == other[key], key
 
 
+OWN = {"name": "movement", "every": 4}
 LOCK_STEP: dict[str, dict[str, Any]] = {
     "hybrid": {},
     "hybrid, gradients are read": {"callbacks": (ReadsGradients,)},
     "hybrid, int8": {"exchange": {"name": "gradient", "compress": "int8"}},
     "hybrid, bf16": {"transport_dtype": "bf16"},
     "median": {"update": "median"},
-    "local_sgd": {"exchange": {"name": "movement", "every": 4}},
+    "local_sgd": {"exchange": OWN},
     "synchronous": {"policy": "synchronous"},
 }
 
 
-@pytest.mark.parametrize("name", LOCK_STEP)
+@pytest.mark.parametrize("name", by_default(LOCK_STEP, "hybrid, gradients are read", "local_sgd"))
 def test_in_lock_step_two_hosts_train_what_one_does_to_the_bit(tmp_path: Path, name: str) -> None:
     two, one = both(tmp_path, train, **LOCK_STEP[name])
     assert_equal(two[0].result, one.result)
@@ -165,7 +163,7 @@ FREE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("name", by_default(FREE, "async"))
 def test_workers_that_run_freely_train_on_each_sample_once(tmp_path: Path, name: str) -> None:
     two = run_hosts(tmp_path, partial(train, 2, 2, **FREE[name]))
     for host in two:
@@ -183,7 +181,7 @@ def test_a_worker_of_another_host_is_restarted_and_nothing_changes(tmp_path: Pat
     assert "restart 1" in disturbed[0].said
 
 
-@pytest.mark.parametrize("exchange", ["gradient", {"name": "movement", "every": 4}])
+@pytest.mark.parametrize("exchange", [OWN, pytest.param("gradient", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_two_hosts_is_resumed_on_one_and_back(
     tmp_path: Path, exchange: Any
 ) -> None:
@@ -222,7 +220,7 @@ def test_a_host_is_lost_and_the_run_ends_with_its_name(tmp_path: Path) -> None:
     assert "is lost with host 1 (" in first.said
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", ["async", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_a_host_is_lost_and_the_other_trains_on_all_that_is_left(
     tmp_path: Path, policy: str
 ) -> None:
@@ -237,7 +235,7 @@ def test_the_server_is_lost_and_the_other_host_ends_in_one_line(tmp_path: Path) 
     assert "host 0, which has the parameters, is lost" in other.said
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_signal_to_one_host_ends_both(tmp_path: Path, host: int) -> None:
     ended = lose(tmp_path, host, signal.SIGTERM)
     assert [each.status for each in ended] == [128 + signal.SIGTERM] * 2, [

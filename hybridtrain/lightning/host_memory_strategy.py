@@ -28,7 +28,7 @@ from hybridtrain.worker.client import Client
 _OPTIMIZERS: Any = Strategy.optimizers
 
 
-class SingleHost(ParallelStrategy):
+class HostMemoryStrategy(ParallelStrategy):
     """A strategy whose workers have one server, and the same number on each host.
 
     A worker's number is its global rank; workers of host 0 come first.
