@@ -13,11 +13,44 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 from hybridtrain.tasks.shared_tables import compiled
 
 _LOOKS_EVERY = 16  # predictions, of which one is looked at for the loss
 _FRACTION = 2.0**-24
+_LINE_BYTES = 64
+_LONG, _INT, _POINTER = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
+
+
+def _fetch(typing: Any, table: Any, row: Any) -> Any:
+    """Ask for a row of ``table`` (V, D) before it is written to.
+
+    Workers write to the same rows, so that half of the time another core's cache has the newest.
+    Waiting for it takes as long as the arithmetic; asked for one prediction ahead, it is there.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        array = context.make_array(kind)(context, builder, arguments[0])
+        width = cgutils.unpack_tuple(builder, array.strides, kind.ndim)[0]
+        start = builder.ptrtoint(array.data, _LONG)
+        start = builder.add(start, builder.mul(arguments[1], width))
+        taken = ir.FunctionType(ir.VoidType(), [_POINTER, _INT, _INT, _INT])
+        prefetch = cgutils.get_or_insert_function(builder.module, taken, "llvm.prefetch.p0i8")
+        write, keep, data = (ir.Constant(_INT, number) for number in (1, 3, 1))
+        lines = cgutils.for_range_slice(builder, _LONG(0), width, _LONG(_LINE_BYTES))
+        with lines as (offset, _):
+            place = builder.inttoptr(builder.add(start, offset), _POINTER)
+            builder.call(prefetch, [place, write, keep, data])
+        return context.get_dummy_value()
+
+    return types.none(table, types.int64), generate
+
+
+fetch: Any = intrinsic(_fetch)
 
 
 @compiled
@@ -69,45 +102,60 @@ def step_towards(hidden: Any, error: Any, output: Any, label: Any, rate: Any) ->
 
 
 @compiled
-def predict(
-    hidden: Any,
-    error: Any,
-    outputs: Any,
-    word: int,
-    rate: Any,
-    draws: Any,
-    paths: Any,
-    looks: bool,
-    state: Any,
-) -> Any:
-    """All predictions of one word from ``hidden``.
+def _targets(word: int, outputs: Any, draws: Any, paths: Any, ahead: Any, state: Any) -> Any:
+    """Rows of ``outputs`` that predict ``word``, with labels: how many, and the random state.
 
     ``draws``: rows and ``other``s of the alias table, how many; ``paths``: starts, nodes, turns; no
-    starts: negative sampling. Returns the loss, if it ``looks`` for it (logarithms take as long as
-    all the rest), and the state of the random numbers.
+    starts: negative sampling. ``ahead``: rows and labels that are filled in.
     """
-    zero, one = outputs.dtype.type(0), outputs.dtype.type(1)
     kept, other, negative = draws
     starts, nodes, turns = paths
-    loss = 0.0
+    rows, labels = ahead
     if len(starts):
-        for at in range(starts[word], starts[word + 1]):
-            label = zero if turns[at] else one
-            logit = step_towards(hidden, error, outputs[nodes[at]], label, rate)
-            if looks:
-                loss += _loss(logit, label)
-        return loss, state
-    logit = step_towards(hidden, error, outputs[word], one, rate)
-    if looks:
-        loss += _loss(logit, one)
+        first = starts[word]
+        n = starts[word + 1] - first
+        for k in range(n):
+            rows[k], labels[k] = nodes[first + k], 1 - turns[first + k]
+            fetch(outputs, rows[k])
+        return n, state
+    rows[0], labels[0] = word, 1
+    fetch(outputs, word)
+    n = 1
     for _ in range(negative):
         state = _next(state)
         drawn = _draw(state, kept, other)
         if drawn != word:
-            logit = step_towards(hidden, error, outputs[drawn], zero, rate)
-            if looks:
-                loss += _loss(logit, zero)
-    return loss, state
+            rows[n], labels[n] = drawn, 0
+            fetch(outputs, drawn)
+            n += 1
+    return n, state
+
+
+@compiled
+def _predict(
+    hidden: Any, error: Any, outputs: Any, targets: Any, n: int, rate: Any, looks: bool
+) -> Any:
+    """Make ``n`` predictions from ``hidden``.
+
+    Returns the loss, if it ``looks`` for it (logarithms take as long as all the rest).
+    """
+    rows, labels = targets
+    loss = 0.0
+    error[:] = 0
+    for k in range(n):
+        logit = step_towards(hidden, error, outputs[rows[k]], labels[k], rate)
+        if looks:
+            loss += _loss(logit, labels[k])
+    return loss
+
+
+@compiled
+def _room(inputs: Any, draws: Any, paths: Any) -> Any:
+    """Rows and labels of as many predictions as a word has at most."""
+    most, starts = draws[2] + 1, paths[0]
+    for word in range(len(starts) - 1):
+        most = max(most, starts[word + 1] - starts[word])
+    return np.empty(most, np.int64), np.empty(most, inputs.dtype)
 
 
 @compiled
@@ -165,23 +213,28 @@ def skip_gram(
     """Each word predicts each of its neighbours; returns sum and number of the losses seen."""
     left, state = _thinned(numbers, keep, _seeded(seed))
     error = np.empty(inputs.shape[1], inputs.dtype)
+    now, ahead = _room(inputs, draws, paths), _room(inputs, draws, paths)
     loss, seen, made = 0.0, 0, 0
     for at in range(len(left)):
         if left[at] < 0:
             continue
         first, last, state = _neighbours(left, at, window, state)
+        near = first + (first == at)
+        if near > last:
+            continue
         hidden = inputs[left[at]]
-        for near in range(first, last + 1):
-            if near == at:
-                continue
-            error[:] = 0
+        n, state = _targets(left[near], outputs, draws, paths, now, state)
+        while near <= last:
+            near += 1 + (near + 1 == at)
+            following = 0
+            if near <= last:
+                following, state = _targets(left[near], outputs, draws, paths, ahead, state)
             looks = made % _LOOKS_EVERY == 0
-            word = left[near]
-            found, state = predict(hidden, error, outputs, word, rate, draws, paths, looks, state)
+            loss += _predict(hidden, error, outputs, now, n, rate, looks)
             _add(hidden, error)
-            loss += found
             seen += looks
             made += 1
+            n, now, ahead = following, ahead, now
     return loss, seen
 
 
@@ -204,6 +257,7 @@ def cbow(
     left, state = _thinned(numbers, keep, _seeded(seed))
     one = inputs.dtype.type(1)
     hidden, error = np.empty(inputs.shape[1], inputs.dtype), np.empty(inputs.shape[1], inputs.dtype)
+    targets = _room(inputs, draws, paths)
     loss, seen, made = 0.0, 0, 0
     for at in range(len(left)):
         if left[at] < 0:
@@ -211,8 +265,8 @@ def cbow(
         first, last, state = _neighbours(left, at, window, state)
         if first == last:
             continue
+        n, state = _targets(left[at], outputs, draws, paths, targets, state)
         hidden[:] = 0
-        error[:] = 0
         share = one / inputs.dtype.type(last - first)
         for near in range(first, last + 1):
             if near != at:
@@ -220,11 +274,10 @@ def cbow(
         for k in range(len(hidden)):
             hidden[k] *= share
         looks = made % _LOOKS_EVERY == 0
-        found, state = predict(hidden, error, outputs, left[at], rate, draws, paths, looks, state)
+        loss += _predict(hidden, error, outputs, targets, n, rate, looks)
         for near in range(first, last + 1):
             if near != at:
                 _add(inputs[left[near]], error)
-        loss += found
         seen += looks
         made += 1
     return loss, seen
