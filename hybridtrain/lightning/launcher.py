@@ -34,7 +34,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
     leave_signals_alone,
     tear_down,
 )
-from hybridtrain.lightning.hosts.joining import joined, result_of, with_other_hosts
+from hybridtrain.lightning.hosts.joining import joined, results_of, with_other_hosts
 from hybridtrain.lightning.preflight.machine_checks import check_startup
 from hybridtrain.lightning.preflight.strategy_checks import (
     check_correction,
@@ -134,9 +134,11 @@ class HybridLauncher(Launcher):
         way = Workers(start_method, threads)
         try:
             if strategy.node_rank > 0:
-                results = [self._relay(job, way)]
+                results = self._relay(job, way)
             else:
-                results = with_other_hosts(strategy, scratch, partial(self._begin, job, way))
+                results = with_other_hosts(
+                    trainer, job.given(), scratch, partial(self._begin, job, way)
+                )
         except Interrupted as interruption:
             self._interrupt(interruption, trainer, scratch)
         return unpack(trainer, results, scratch, job.given())
@@ -150,10 +152,10 @@ class HybridLauncher(Launcher):
             except BeginAnew as lost:
                 wait_unless_signalled(lost.delay_s)
 
-    def _relay(self, job: _Job, way: Workers) -> Any:
-        """Serve the workers of this host; return the first worker's result."""
+    def _relay(self, job: _Job, way: Workers) -> list[Any]:
+        """Serve the workers of this host; return the results of all workers."""
         strategy, trainer = self._strategy, job.trainer
-        with joined(strategy) as connection:
+        with joined(trainer, job.given()) as connection:
             relay = Relay(
                 connection,
                 strategy.numbers_here,
@@ -167,7 +169,7 @@ class HybridLauncher(Launcher):
             )
             with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
                 job.loggers = logger_states(trainer) if way.start_method == "fork" else []
-                return result_of(relay.run(partial(_body_of, job)))
+                return results_of(relay.run(partial(_body_of, job)))
 
     def _run(self, job: _Job, judge: Judge, way: Workers, others: Hosts | None) -> list[Any]:
         """Train with new workers; return their results."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import platform
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils._pytree import tree_flatten
 
 import hybridtrain
 from hybridtrain.lightning_package import decide
@@ -19,21 +24,37 @@ from hybridtrain.options.strategy_arguments import LightningArguments
 from hybridtrain.util.option_types import hints
 
 if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
     from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
 
 # A host may have its own: where files lie, and how its processes are started.
 _OWN = {"record", "hosts_key", "start_method", "threads_per_worker", *hints(LightningArguments)}
 _OWN_KEYS = {"run_dir", "logger", *(f"strategy.{name}" for name in _OWN)}
+# Arguments of the trainer that change what is trained or how often workers meet.
+_OF_TRAINER = (
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches"),
+    *("gradient_clip_val", "gradient_clip_algorithm", "precision", "overfit_batches"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
+    "reload_dataloaders_every_n_epochs",
+)
 _SHOWN = 3  # differences in a message
 _LONGEST = 60  # letters of a value
 _configuration: dict[str, str] = {}  # of the command line
 
 
-def about_this_host(strategy: HostMemoryStrategy) -> dict[str, Any]:
-    """The values that must agree on all hosts, and the host's name; plain, for JSON."""
+def about_this_host(
+    strategy: HostMemoryStrategy, trainer: Trainer, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values that must agree on all hosts, and the host's name; plain, for JSON.
+
+    ``arguments``: those of the trainer's method.
+    """
     given: Any = vars(strategy)
     options = {k: v for k, v in given.get("data_options", {}).items() if k not in _OWN}
     options["policy"] = given.get("policy")
+    model = arguments.get("model") or trainer.lightning_module
     return {
         "name": socket.gethostname(),
         "versions": _versions(),
@@ -43,6 +64,10 @@ def about_this_host(strategy: HostMemoryStrategy) -> dict[str, Any]:
         "workers": len(strategy.parallel_devices or [None]) * strategy.workers_per_device,
         "options": {name: described(value) for name, value in options.items()},
         "configuration": dict(_configuration),
+        "trainer": {name: described(getattr(trainer, name)) for name in _OF_TRAINER},
+        "code": _code_of(model, arguments.get("datamodule")),
+        "model": _model_of(model),
+        "data": {f"samples of {name}": n for name, n in _lengths(arguments).items()},
     }
 
 
@@ -85,7 +110,46 @@ _ADVICE = {
     "workers": "give all hosts the same trainer.devices and workers_per_device",
     "options": "give all hosts the same options of the strategy",
     "configuration": "start the same command on all hosts",
+    "trainer": "give all hosts' trainers the same arguments",
+    "code": "start the same files on all hosts (their digests differ)",
+    "model": "make the same model on all hosts",
+    "data": "give all hosts the same data",
 }
+
+
+def _code_of(*objects: Any) -> dict[str, str]:
+    """Digests of the script's file and of those of the objects' classes, by the files' names."""
+    files = {getattr(sys.modules["__main__"], "__file__", None)}
+    for kind in map(type, objects):
+        try:
+            files.add(inspect.getsourcefile(kind))
+        except (OSError, TypeError):  # made without a file, or built in
+            continue
+    paths = (Path(file) for file in sorted(filter(None, files)))
+    return {path.name: _digest([path]) for path in paths if path.is_file()}
+
+
+def _model_of(module: Any) -> dict[str, str]:
+    """The module's class, its hyperparameters, and shapes of the parameters it has so far."""
+    if not isinstance(module, nn.Module):
+        return {}
+    shapes = {name: list(value.shape) for name, value in module.named_parameters()}
+    given = getattr(module, "hparams", {})
+    made = {"class": _name(module), "shapes of parameters": described(shapes)}
+    return made | {f"hparams.{name}": described(value) for name, value in given.items()}
+
+
+def _lengths(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Samples of the data sets of loaders, by the name of the argument."""
+    found = {}
+    for name, value in arguments.items():
+        loaders = tree_flatten(value)[0] if name.endswith("dataloaders") else []
+        for number, loader in enumerate(loaders):
+            try:
+                found[f"{name}[{number}]" if number else name] = len(loader.dataset)
+            except Exception:  # an iterable has no length; the user's class may raise anything
+                continue
+    return found
 
 
 def described(value: Any) -> str:
@@ -133,7 +197,11 @@ def _version(name: str) -> str:
 @cache
 def _digest_of_source() -> str:
     """Of the package's files."""
-    root, found = Path(hybridtrain.__path__[0]), hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return _digest(sorted(Path(hybridtrain.__path__[0]).rglob("*.py")))
+
+
+def _digest(paths: Sequence[Path]) -> str:
+    found, folder = hashlib.sha256(), paths[0].parent
+    for path in paths:
+        found.update(f"{os.path.relpath(path, folder)}\n".encode() + path.read_bytes())
     return found.hexdigest()[:16]

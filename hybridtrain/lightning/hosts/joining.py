@@ -18,6 +18,7 @@ from hybridtrain.lightning.hosts.cluster import (
     take_key,
 )
 from hybridtrain.lightning.results.worker_result import WorkerResult
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, read
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.worlds.hosts.connection import HostConnection, Listener, dial
@@ -26,14 +27,17 @@ from hybridtrain.worlds.hosts.other_hosts import Hosts
 from hybridtrain.worlds.local.signals import Interrupted, caught_signals
 
 if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
+    from pytorch_lightning import Trainer
 
 PATIENCE_S = 600.0  # until all hosts have come
 _NEWS_S = 20.0  # between two lines about who is missing
 
 
 def with_other_hosts(
-    strategy: HybridStrategy, scratch: Scratch, train: Callable[[Hosts | None], list[Any]]
+    trainer: Trainer,
+    arguments: Mapping[str, Any],
+    scratch: Scratch,
+    train: Callable[[Hosts | None], list[Any]],
 ) -> list[Any]:
     """On host 0: wait for the others, train, and tell them how it has ended.
 
@@ -43,9 +47,10 @@ def with_other_hosts(
     Raises:
         UserError: if a host does not come, or does not fit.
     """
+    strategy = context_of(trainer)
     if strategy.place.n_hosts == 1:
         return train(None)
-    hosts = Hosts(_gathered(strategy), strategy.local_workers)
+    hosts = Hosts(_gathered(trainer, arguments), strategy.local_workers)
     try:
         results = train(hosts)
     except Interrupted as interruption:
@@ -58,22 +63,25 @@ def with_other_hosts(
     return results
 
 
-def _whole(results: list[Any], scratch: Scratch) -> WorkerResult | None:
-    """The first worker's result, with what lies in this host's scratch file."""
-    home = next((each for each in results if isinstance(each, WorkerResult)), None)
-    if home is None or home.heavy:
-        return home
-    return replace(home, heavy=as_bytes(read(scratch.path)))
+def _whole(results: list[Any], scratch: Scratch) -> list[Any]:
+    """The results, with what lies in this host's scratch file."""
+    return [
+        replace(each, heavy=as_bytes(read(scratch.path)))
+        if isinstance(each, WorkerResult) and not each.heavy
+        else each
+        for each in results
+    ]
 
 
-def _gathered(strategy: HybridStrategy) -> list[HostConnection]:
+def _gathered(trainer: Trainer, arguments: Mapping[str, Any]) -> list[HostConnection]:
     """The connections to all other hosts, once each has come.
 
     Raises:
         UserError: if one does not come in time, or does not fit.
         Interrupted: at a signal.
     """
-    place, about = strategy.place, about_this_host(strategy)
+    strategy = context_of(trainer)
+    place, about = strategy.place, about_this_host(strategy, trainer, arguments)
     key = key_of(place, strategy.data_options["hosts_key"])
     address = address_towards(place) if place.store_port else place.address
     listener = Listener(address, place.port, key, about)
@@ -125,14 +133,15 @@ def _taken(host: int, found: Mapping[int, HostConnection]) -> str:
 
 
 @contextmanager
-def joined(strategy: HybridStrategy) -> Iterator[HostConnection]:
+def joined(trainer: Trainer, arguments: Mapping[str, Any]) -> Iterator[HostConnection]:
     """On another host: the connection to host 0.
 
     Raises:
         UserError: if host 0 does not come, or does not fit.
     """
+    strategy = context_of(trainer)
     meeting = take_key(strategy.place, strategy.data_options["hosts_key"])
-    about = about_this_host(strategy)
+    about = about_this_host(strategy, trainer, arguments)
     connection = dial(
         meeting.address, meeting.port, meeting.key, strategy.node_rank, about, PATIENCE_S
     )
@@ -144,8 +153,8 @@ def joined(strategy: HybridStrategy) -> Iterator[HostConnection]:
         connection.close()
 
 
-def result_of(over: Over) -> Any:
-    """The first worker's result.
+def results_of(over: Over) -> list[Any]:
+    """The results of all workers.
 
     Raises:
         Interrupted: if a signal has ended the run.
@@ -155,4 +164,4 @@ def result_of(over: Over) -> Any:
         raise Interrupted(over.signum)
     if over.error:
         raise RuntimeError(f"the run has ended on host 0: {over.error}")
-    return over.result
+    return over.results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridtrain.worlds.local.start_workers import Told
@@ -36,12 +36,12 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The call of the trainer has ended. ``result``: that of the first worker.
+    """The call of the trainer has ended. ``results``: of all workers.
 
     ``error``: why there is none, in words; ``signum``: the signal that ended it, if one did.
     """
 
-    result: Any = None
+    results: list[Any] = field(default_factory=list)
     error: str = ""
     signum: int = 0
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hosts import agreement, joining
@@ -29,8 +35,8 @@ def no_configuration() -> Iterator[None]:
 
 
 def about(policy: Any = "hybrid", **options: Any) -> dict[str, Any]:
-    strategy: Any = make_trainer(policy, 2, **options).strategy
-    found = about_this_host(strategy)
+    trainer: Any = make_trainer(policy, 2, **options)
+    found = about_this_host(trainer.strategy, trainer, {})
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -40,14 +46,14 @@ def test_equal_hosts_do_not_differ() -> None:
 
 
 def test_another_host_hears_in_what_host_0_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy: Any = make_trainer("hybrid", 2).strategy
-    mine = about_this_host(strategy)
+    trainer: Any = make_trainer("hybrid", 2)
+    mine = about_this_host(trainer.strategy, trainer, {})
     connection = Mock(about=mine | {"name": "far", "source": "x"})
     monkeypatch.setattr(joining, "dial", lambda *_: connection)
     monkeypatch.setattr(joining, "take_key", lambda *_: Meeting(Mock(), "far", 1))
     with (
         pytest.raises(UserError, match="host 0 does not fit: source is x on far"),
-        joining.joined(strategy),
+        joining.joined(trainer, {}),
     ):
         pass
     connection.close.assert_called_once()
@@ -81,6 +87,38 @@ def test_a_host_may_have_its_own_paths_and_threads_but_no_other_options() -> Non
         {"seed": 1, "run_dir": "a", "strategy": {"hosts_key": "b", "policy": {"name": "ssp"}}}
     )
     assert about()["configuration"] == {"seed": "1", "strategy.policy.name": '"ssp"'}
+
+
+def test_trainers_models_and_data_are_compared() -> None:
+    def seen(width: int = 2, samples: int = 8, **options: Any) -> dict[str, Any]:
+        trainer: Any = make_trainer("hybrid", 2, **options)
+        model = torch.nn.Linear(width, 1)
+        loader = DataLoader(TensorDataset(torch.zeros(samples, 2)))
+        given = {"model": model, "train_dataloaders": {"a": [loader]}, "val_dataloaders": loader}
+        return about_this_host(trainer.strategy, trainer, given) | {"name": "far"}
+
+    assert differences(seen(), seen()) is None
+    for other, match in (
+        (seen(accumulate_grad_batches=2), "accumulate_grad_batches is 2 on far and 1 here; give"),
+        (seen(gradient_clip_val=0.5), "gradient_clip_val is 0.5 on far and null here"),
+        (seen(limit_val_batches=0), "limit_val_batches is 0 on far and 1.0 here"),
+        (seen(3), "shapes of parameters is .*1, 3.* on far and .*1, 2.* here; make the same model"),
+        (seen(samples=9), "samples of train_dataloaders is 9 on far and 8 here, .*the same data"),
+    ):
+        assert re.search(match, str(differences(seen(), other)))
+
+
+def test_the_files_of_the_users_classes_are_compared(tmp_path: Path) -> None:
+    digests = []
+    for text in ("class Net: rate = 1", "class Net: rate = 2"):
+        (tmp_path / "mine.py").write_text(text)
+        spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules["mine"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        digests.append(agreement._code_of(module.Net(), print, None))
+    del sys.modules["mine"]
+    assert digests[0]["mine.py"] != digests[1]["mine.py"] and digests[0].keys() == digests[1].keys()
 
 
 def test_three_differences_are_shown_and_the_others_counted() -> None:

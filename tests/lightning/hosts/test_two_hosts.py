@@ -268,3 +268,29 @@ def test_hogwild_is_refused_between_hosts(tmp_path: Path) -> None:
     refused = run_hosts(tmp_path, partial(train, 2, 2, policy="hogwild"))
     for host in refused:
         assert host.status == 1 and "use num_nodes=1, or strategy=async" in host.said
+
+
+def test_each_host_gets_the_predictions_of_all_workers(tmp_path: Path) -> None:
+    def predictions(n_hosts: int = 2, devices: int = 1) -> Any:
+        strategy: Any = HybridStrategy()
+        trainer = pl.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=devices,
+            num_nodes=n_hosts,
+            logger=False,
+            enable_progress_bar=False,
+        )
+        return trainer.predict(Predicts(), data())
+
+    pl.seed_everything(1)
+    hosts = run_hosts(tmp_path, predictions)
+    assert [host.status for host in hosts] == [0, 0], [host.said[-2000:] for host in hosts]
+    wanted = torch.cat(predictions(1, 2))
+    for host in hosts:
+        assert torch.equal(torch.cat(host.result), wanted) and len(wanted) == SAMPLES
+
+
+class Predicts(Net):
+    def predict_step(self, batch: Any, _: int) -> torch.Tensor:
+        return batch[1] + 1
