@@ -72,6 +72,7 @@ FLOORS = (
     "recording",
     "profiling",
     "report",
+    "training",
     "lightning",
     "tasks",
     "cli",

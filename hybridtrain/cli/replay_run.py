@@ -22,16 +22,12 @@ from hybridtrain.cli.run import Parts, build, hash_of_checkpoint
 from hybridtrain.cli.telemetry.summary import metrics_of
 from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.replay.replay_fit import (
-    changed_code,
-    changed_versions,
-    rehearse_fit,
-    replay_fit,
-)
+from hybridtrain.lightning.replay.replay_fit import rehearse_fit, replay_fit
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import own_name, with_present_targets
 from hybridtrain.recording import Record
 from hybridtrain.recording.replayer import Replayed
+from hybridtrain.recording.run_description import changed_code, changed_versions
 from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run
 from hybridtrain.server.timeline import Timeline
 from hybridtrain.worlds.local.cleanup import vanishing_directory

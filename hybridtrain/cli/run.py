@@ -67,7 +67,6 @@ from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWri
 from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher, purge_from
 from hybridtrain.lightning.hosts.agreement import compare_configuration
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0
-from hybridtrain.lightning.launcher import usable_cores
 from hybridtrain.lightning.preflight.strategy_checks import check_free_running
 from hybridtrain.lightning.results.logger_state import keep_rows, let_write
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
@@ -75,6 +74,7 @@ from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.advice import advise
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
+from hybridtrain.training.scheme import usable_cores
 from hybridtrain.util.files import open_input, read_text, short, write_whole
 from hybridtrain.util.host_place import Place
 from hybridtrain.worlds.local.cleanup import vanishing_sockets

@@ -8,19 +8,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.seed import reset_seed
 from torch.distributed import distributed_c10d
 
-from hybridtrain.errors import UserError
-from hybridtrain.exchanges import check_visits, combine
+from hybridtrain.exchanges import check_visits
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
@@ -37,44 +35,43 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
 from hybridtrain.lightning.hosts.joining import joined, results_of, with_other_hosts
 from hybridtrain.lightning.preflight.machine_checks import check_startup
 from hybridtrain.lightning.preflight.strategy_checks import (
-    check_correction,
     check_lock_free,
     check_own_parameters,
     check_parameters,
     check_trainer,
     check_transport,
 )
-from hybridtrain.lightning.replay.run_record import Runner, header
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning.step_profiler import leave_profile, profiled, watch_worker
-from hybridtrain.memory import UpdateMaker
 from hybridtrain.memory.scratch_file import Scratch
-from hybridtrain.monitoring.watchdog import SlowReport, Watchdog, to_stderr
+from hybridtrain.monitoring.watchdog import Watchdog
 from hybridtrain.options.strategy_arguments import check_sizes
 from hybridtrain.protocol.messages import Stopped
-from hybridtrain.recording.recorder import KINDS, RecordingServer
+from hybridtrain.recording.run_description import Runner
 from hybridtrain.recovery.failure_policy import Judge
-from hybridtrain.server.server import Server
+from hybridtrain.training.scheme import (
+    Workers,
+    check_parts,
+    may_meet,
+    required,
+    resolve_start_method,
+    serving,
+    threads_of_a_worker,
+    usable_cores,
+    world_of,
+)
 from hybridtrain.worker.client import Client, StopRequested
-from hybridtrain.worker.device.cuda import forbids_fork
 from hybridtrain.worlds.hosts.other_hosts import Hosts
 from hybridtrain.worlds.hosts.relay import Relay
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
-from hybridtrain.worlds.local.process_world import BeginAnew, ProcessWorld
+from hybridtrain.worlds.local.process_world import BeginAnew
 from hybridtrain.worlds.local.signals import Interrupted, wait_unless_signalled
 from hybridtrain.worlds.local.start_workers import Told
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
-
-
-class Workers(NamedTuple):
-    """How workers are started; ``threads``: of each, for torch."""
-
-    start_method: str
-    threads: int
 
 
 class HybridLauncher(Launcher):
@@ -98,8 +95,7 @@ class HybridLauncher(Launcher):
         """Run ``function`` in every worker; return worker 0's result."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
-        policy = deepcopy(strategy.policy)
-        strategy.requirements = combine(policy, strategy.exchange, strategy.world_size)
+        strategy.requirements = required(strategy)
         if strategy.data_options["data_shards"] is not None:
             check_visits(strategy.requirements)
         if strategy.recording is not None and strategy.recording.instead is not None:
@@ -128,7 +124,7 @@ class HybridLauncher(Launcher):
         snapshot = carried(trainer, start_method)
         scratch = Scratch(apart=strategy.node_rank > 0)
         job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
-        threads = threads_of_a_worker(strategy)
+        threads = threads_of_a_worker(strategy, strategy.local_workers)
         check_startup(strategy, start_method, threads, usable_cores(), job)
         strategy.interrupted_by = None
         way = Workers(start_method, threads)
@@ -176,10 +172,12 @@ class HybridLauncher(Launcher):
         strategy, trainer = self._strategy, job.trainer
         threads, start_method = way.threads, way.start_method
         in_update = usable_cores() if strategy.requirements.whole_rounds else 1
-        server = serving(strategy, trainer, threads, in_update)
+        server = serving(strategy, trainer.state.fn == "fit", threads, in_update)
         interrupt_updates(server, strategy.faults)
         with profiled(trainer, server, strategy.world_size):
-            world = world_of(strategy, server, judge, way, others)
+            meets = may_meet(strategy) and not strategy.faults.in_updates and others is None
+            places = places_of(strategy)
+            world = world_of(strategy, server, judge, way, places, meets, others)
             try:
                 with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
                     job.loggers = logger_states(trainer) if start_method == "fork" else []
@@ -228,32 +226,6 @@ def clear_frames_of(error: BaseException, handled: BaseException | None = None) 
             due += [each.__cause__, each.__context__]
 
 
-def serving(
-    strategy: HybridStrategy, trainer: pl.Trainer, threads: int, server_threads: int
-) -> Server:
-    """The server of a run, which records its events if a record is wanted.
-
-    Args:
-        threads: of each worker.
-        server_threads: of an update.
-    """
-    recording = strategy.recording
-    if recording is None or trainer.state.fn != "fit":
-        return make_server(strategy, server_threads, Server)
-    writer = recording.open()
-    said = header(strategy, threads, server_threads)
-    writer.tell({"header": {**said, "kinds": KINDS, "about": recording.about}})
-    return make_server(strategy, server_threads, partial(RecordingServer, writer))
-
-
-def make_server(strategy: HybridStrategy, threads: int, kind: Callable[..., Server]) -> Server:
-    """The strategy's server, made by ``kind``; an update may use ``threads`` threads."""
-    policy, correction = deepcopy((strategy.policy, strategy.correction))
-    size, exchange = strategy.world_size, strategy.exchange
-    given = {"correction": correction, "exchange": exchange, "merge": strategy.update.merge}
-    return kind(policy, size, threads, **given)
-
-
 @contextmanager
 def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
     """Resources that exist while workers run."""
@@ -282,82 +254,24 @@ def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
         pages.close()
 
 
-def world_of(
-    strategy: HybridStrategy, server: Server, judge: Judge, way: Workers, others: Hosts | None
-) -> ProcessWorld:
-    """The processes of the workers, with a watchdog for hanging and slow ones."""
-    watchdog = Watchdog(strategy.patience, also=SlowReport(server.statistics.stats, to_stderr))
-    return ProcessWorld(
-        server,
-        strategy.world_size,
-        way.start_method,
-        way.threads,
-        strategy.stop_grace_s,
-        judge,
-        watchdog,
-        places_of(strategy),
-        may_meet(strategy),
-        others,
-    )
-
-
 def places_of(strategy: HybridStrategy) -> list[str]:
     """The devices of this host's workers, in words."""
     devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
     return [devices[number % len(devices)] for number in range(strategy.local_workers)]
 
 
-def may_meet(strategy: HybridStrategy) -> bool:
-    """Whether workers may make updates without the server."""
-    maker = strategy.requirements.maker
-    corrects = maker is UpdateMaker.ONE_BY_ONE and strategy.correction is not None
-    return maker.borrows and not (corrects or strategy.faults.in_updates or strategy.num_nodes > 1)
-
-
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
     """Refuse contradicting options before a process is started; raises UserError."""
     check_trainer(trainer, strategy.requirements.whole_rounds)
-    check_correction(strategy.correction, strategy.requirements, strategy.policy)
     if strategy.requirements.in_place:
-        check_lock_free(trainer, strategy.world_size, strategy.correction)
+        check_lock_free(trainer, strategy.world_size)
     check_transport(strategy)
     if strategy.requirements.parameters == "own":
         check_own_parameters(strategy, trainer)
     check_sizes(strategy.data_options["batch_size_per_worker"], strategy.world_size)
-    strategy.on_failure.check(strategy.world_size)
+    check_parts(strategy)
     strategy.faults.check(strategy.requirements, strategy.world_size)
     check_parameters(trainer.lightning_module)
-
-
-def resolve_start_method(method: str) -> str:
-    """Resolve ``auto``.
-
-    Raises:
-        UserError: if workers cannot be forked.
-    """
-    if method == "auto":
-        fork_is_safe = sys.platform.startswith("linux") and not forbids_fork()
-        return "fork" if fork_is_safe else "spawn"
-    if method == "fork" and forbids_fork():
-        raise UserError(
-            "start_method=fork was given, but CUDA is already initialised in this process, which "
-            "forked workers cannot use; do not touch CUDA before trainer.fit, or use "
-            "start_method=spawn"
-        )
-    return method
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def threads_of_a_worker(strategy: HybridStrategy) -> int:
-    """The user's number of threads, or a worker's share of the cores."""
-    wanted = strategy.threads_per_worker
-    return max(1, usable_cores() // strategy.local_workers) if wanted == "auto" else wanted
 
 
 def carried(trainer: pl.Trainer, start_method: str) -> GlobalState | None:

@@ -20,7 +20,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
-from hybridtrain.exchanges import Requirements, exchange_of
 from hybridtrain.lightning.async_training.agreement import agree
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.expected_updates import (
@@ -42,29 +41,24 @@ from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_
 from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
-from hybridtrain.lightning.replay.run_record import Recording
 from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.lightning.results.training_at_home import before_configuring
-from hybridtrain.lightning.step.gradient_guard import OnFault
-from hybridtrain.lightning.step.remote_state import without_fetching
+from hybridtrain.lightning.step.gradient_guard import beside
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
 from hybridtrain.lightning.sync_batchnorm import synchronise
 from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.lightning_package import admit, decide, is_foreign, other_than, refuse_mixture
-from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.options.strategy_arguments import StrategyArguments, checked, of_lightning
-from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Clip, Paused, Resumed
-from hybridtrain.recovery.failure_policy import OnFailure
 from hybridtrain.testing.faults import read_faults
-from hybridtrain.updates.named import update_of
-from hybridtrain.updates.staleness import make_correction
+from hybridtrain.training.scheme import Scheme
+from hybridtrain.training.step.remote_state import without_fetching
 from hybridtrain.util.option_types import Named
 from hybridtrain.worker.client import Client
 
 
-class HybridStrategy(HostMemoryStrategy):
+class HybridStrategy(HostMemoryStrategy, Scheme):
     """Train one module with several workers and one set of parameters in host memory.
 
     Options of Lightning's ``ParallelStrategy`` are taken as well.
@@ -143,26 +137,13 @@ class HybridStrategy(HostMemoryStrategy):
     def __init__(self, policy: Named = "hybrid", **options: Unpack[StrategyArguments]) -> None:
         given = checked({"policy": policy, **options})
         super().__init__(**of_lightning(given))
-        self.policy, self.correction = make_policy(policy), make_correction(given["correction"])
-        self.exchange = exchange_of(self.policy, given["exchange"])
-        self.update = update_of(self.exchange, given["update"])
-        self.requirements = Requirements()  # set once W is known
+        self.choose(given)
         self.workers_per_device = given["workers_per_device"]
-        self.start_method: str = given["start_method"]
-        self.threads_per_worker = given["threads_per_worker"]
         self.device_memory = DeviceMemory(given["device_memory_fraction"])
-        self.stop_grace_s = given["stop_grace_s"]
-        self.on_fault = OnFault(given["on_nonfinite"], given["on_oom"])
         self.transport = None if given["transport_dtype"] is None else torch.bfloat16
         self.data_options: StrategyArguments = given
-        self.recording = Recording.at(given["record"])
         self.keeping = CheckpointWriting(given["checkpoint"])
-        merges = 1 if self.update.merge is None else self.update.merge.least
-        self.on_failure = OnFailure(
-            given["on_failure"], given["min_workers"], given["max_restarts"], merges
-        )
         self.faults = Faults(read_faults(given["faults"]))
-        self.patience = HangTimeout.of(given["hang_timeout_s"])
 
     @property
     def world_size(self) -> int:
@@ -204,7 +185,7 @@ class HybridStrategy(HostMemoryStrategy):
         super().setup(trainer)
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
-            module, fault = self.lightning_module, self.on_fault.beside(trainer)
+            module, fault = self.lightning_module, beside(self.on_fault, trainer)
             self._session = Session(
                 self.client,
                 module,

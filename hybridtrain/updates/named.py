@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
@@ -253,6 +255,14 @@ class NamedUpdate:
                 f"update={self.name} with {dict(self.options)} was given, but "
                 f"{self._kind.__name__} refuses that: {error}"
             ) from error
+
+    def beside(self, optimizer: torch.optim.Optimizer, own: bool) -> torch.optim.Optimizer:
+        """The masters' optimizer; ``own``: workers step the user's optimizer themselves."""
+        made = self.over(optimizer)
+        if made is optimizer and own:  # another one of its kind
+            made = copy(optimizer)
+            made.state = defaultdict(dict)
+        return made
 
 
 def update_of(exchange: Exchange, given: UpdateSpec | NamedUpdate = None) -> NamedUpdate:

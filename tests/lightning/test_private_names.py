@@ -190,12 +190,12 @@ def test_the_installed_lightning_can_import_it(name: str) -> None:
 # Private names that others have, too, or that are no use of what they name.
 NOT_LIGHTNINGS = {
     ("lightning/fault_injection/in_worker.py", "_step"): "of our rounds",
-    ("lightning/step/in_place.py", "_step"): "of our in-place step",
+    ("training/step/in_place.py", "_step"): "of our in-place step",
     ("lightning/step_profiler.py", "_step"): "of updates that workers make",
     ("lightning/preflight/machine_checks.py", "_fabric"): "a list of attributes that are no parts",
     ("lightning/preflight/machine_checks.py", "_modules"): "of torch",
     ("lightning/preflight/machine_checks.py", "_trainer"): "a list of attributes that are no parts",
-    ("lightning/step/remote_state.py", "_version"): "of torch",
+    ("training/step/remote_state.py", "_version"): "of torch",
     ("tasks/speech/datamodule.py", "_cache"): "of that class",
     ("worker/device/cuda.py", "_is_in_bad_fork"): "of torch",
     ("worker/replica_cuda.py", "_version"): "of torch",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridtrain.exchanges import Requirements
-from hybridtrain.lightning.step.in_place import InPlace
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import (
     Draw,
@@ -19,6 +18,7 @@ from hybridtrain.protocol.messages import (
     Shared,
     StepRequest,
 )
+from hybridtrain.training.step.in_place import InPlace
 from hybridtrain.updates.serialize import dump
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.own_updates.own_steps import OwnSteps

@@ -32,10 +32,10 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.exchanges import Requirements
-from hybridtrain.lightning.data.samplers import EpochPlan, EpochSampler
 from hybridtrain.lightning.hooks.loop_hooks import combination_of, combined_loader
 from hybridtrain.lightning.hooks.points import Point, instead
 from hybridtrain.lightning.run_context import context_if_ours
+from hybridtrain.training.samplers import EpochPlan, EpochSampler
 
 _BY_MODE: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
 

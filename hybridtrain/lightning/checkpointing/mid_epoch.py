@@ -27,7 +27,6 @@ from hybridtrain.lightning.data.epoch_state import (
     is_in_end_hook,
     is_settled,
 )
-from hybridtrain.lightning.data.samplers import Begun, EpochPlan, EpochSampler, Order, Seeded
 from hybridtrain.lightning.hooks.loop_hooks import (
     callback_metrics,
     is_at_last_batch,
@@ -43,6 +42,7 @@ from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import LoaderPass
 from hybridtrain.protocol.spans import Spans, positions
+from hybridtrain.training.samplers import Begun, EpochPlan, EpochSampler, Order, Seeded
 
 KEY = "hybridtrain"
 FORMAT = 1

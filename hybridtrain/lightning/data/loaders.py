@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,6 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
 from hybridtrain.lightning.checkpointing.rng_state import RngState
 from hybridtrain.lightning.data.batch_size import Scales, step_fetches
 from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group
-from hybridtrain.lightning.data.samplers import EpochSampler, ShareSampler
 from hybridtrain.lightning.data.user_loaders import (
     Batches,
     Dealing,
@@ -56,45 +55,13 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, around, before, instead
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
-from hybridtrain.lightning.replay.run_record import data_teller
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.saved_states import WORKERS
 from hybridtrain.options.strategy_arguments import StrategyArguments
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Visits
-from hybridtrain.protocol.spans import Spans, positions, total
+from hybridtrain.protocol.messages import Visits
+from hybridtrain.recording.run_description import data_teller
+from hybridtrain.training.samplers import EpochSampler, QueueSampler, ShareSampler
 from hybridtrain.worker.client import Client
-
-
-class QueueSampler(EpochSampler):
-    """Mini-batches drawn one by one from the server's queue. It has no length, on purpose.
-
-    Lightning relies on a length: with an upper bound it would miss validation and the last step.
-    """
-
-    _reopened = False  # the next iteration does what lost workers have left
-
-    def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
-        super().go_on(crew, spans)
-        self._reopened = True
-
-    def __iter__(self) -> Iterator[int]:
-        order, spans, batches = self._begin()
-        lap, begins = LoaderPass(self.number, self.epoch, self._lap), True
-        plan, n_drawn, fills = self.plan, self.batch_size, self.plan.fills()
-        turn = 0 if self._reopened else plan.turn()  # the rest of a pass is not dealt in turns
-        self._reopened = False
-        # The loader counts samples into mini-batches, so a smaller one must be the last.
-        while n_drawn == self.batch_size:
-            ask = Draw(
-                *(lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills),
-                visits=plan.visits,
-                limited=plan.limited,
-            )
-            ticket = self._client.draw(ask)
-            begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
-            cover = DrawnBatch(lap, ticket.spans) if ticket.counts else None
-            self._plan_next(n_drawn if ticket.counts else 0, batches, 0, cover)
-            yield from (order[position] for position in positions(ticket.spans))
-        self.ended = True
 
 
 class Loaders:
@@ -117,7 +84,7 @@ class Loaders:
         self._trainer: Any = trainer
         self._client, self._requirements = client, requirements
         self._options = options
-        self._tell = data_teller(client, trainer)
+        self._tell = data_teller(client, context_of(trainer).recording is None)
         self.samplers: list[EpochSampler] = []
         self.remembers = False  # whether samplers remember each step's mini-batches
         self._made_in_epoch: int | None = None

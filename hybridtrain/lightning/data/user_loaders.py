@@ -30,13 +30,13 @@ from torch.utils.data import (
 )
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.samplers import EpochPlan, Order, Seeded, drawn
 from hybridtrain.lightning.hooks.loop_hooks import (
     gets_our_sampler,
     noting_indices,
     rebuilt,
     takes_a_sampler,
 )
+from hybridtrain.training.samplers import EpochPlan, Order, Seeded, drawn
 from hybridtrain.worker.client import Client
 
 

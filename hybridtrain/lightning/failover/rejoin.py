@@ -21,9 +21,7 @@ from pytorch_lightning.loggers import CSVLogger
 
 from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
-from hybridtrain.lightning.checkpointing.rng_state import look, put
 from hybridtrain.lightning.data.loaders import Loaders
-from hybridtrain.lightning.data.samplers import EpochSampler
 from hybridtrain.lightning.failover.leader_failover import hand_over
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.hooks.loop_hooks import add_to_saved_logged_step
@@ -34,6 +32,8 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import as_bytes, read
 from hybridtrain.protocol.messages import Progress
 from hybridtrain.protocol.spans import split, total
+from hybridtrain.training.samplers import EpochSampler
+from hybridtrain.util.generators import look, put
 from hybridtrain.worker.client import Client
 
 MEMORY = "the memory of this run"  # in place of a path, for the trainer's ckpt_path

@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import check_whole
-from hybridtrain.lightning.step.trained_parameters import sparse_tables
 from hybridtrain.memory.limits import (
     Gpu,
     allow_descriptors,
@@ -33,6 +32,7 @@ from hybridtrain.memory.limits import (
     open_descriptors,
     shared_memory_bytes,
 )
+from hybridtrain.training.step.trained_parameters import sparse_tables
 from hybridtrain.worker.device import KINDS
 from hybridtrain.worker.device.cuda import forbids_fork
 

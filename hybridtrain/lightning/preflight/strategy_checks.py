@@ -20,16 +20,15 @@ from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, Requirements
+from hybridtrain.exchanges import Exchange
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
 from hybridtrain.lightning.hosts.cluster import check_key_is_reachable
 from hybridtrain.lightning.run_context import context_of, strategy_of
-from hybridtrain.lightning.step.worker_step import WorkerStep
 from hybridtrain.lightning_package import decide, is_foreign, other_than, refuse_mixture
 from hybridtrain.memory import overlapping
-from hybridtrain.updates.staleness import Correction
+from hybridtrain.training.step.worker_step import WorkerStep
 from hybridtrain.worker.device import KINDS
 
 if TYPE_CHECKING:
@@ -216,30 +215,6 @@ def check_own_parameters(strategy: HybridStrategy, trainer: Any) -> None:
         UserError: naming the option, and what to do.
     """
     asked = f"exchange={strategy.exchange}"
-    fault, state = strategy.on_fault, "each worker's optimizer has a state of its own, which "
-    free = not strategy.requirements.whole_rounds
-    survives = ("continue", "restart", "stop") if free else ("stop",)
-    lost = "the others wait for the steps that it has made since the last exchange"
-    for name, choice, allowed, reason in (
-        ("on_failure", strategy.on_failure.choice, survives, lost),
-        (
-            "on_nonfinite",
-            fault.nonfinite,
-            ("auto", "raise"),
-            f"{state}would not be finite any more",
-        ),
-        ("on_oom", fault.oom, ("raise",), "a worker cannot take back its own steps"),
-    ):
-        if choice not in allowed:
-            raise UserError(
-                f"{name}={choice} was given with {asked}, but {reason}; use {name}={allowed[-1]}, "
-                "or exchange=gradient"
-            )
-    if strategy.correction is not None:
-        raise UserError(
-            f"correction={strategy.correction} was given with {asked}, but no gradient is handed "
-            "over that could be corrected; leave it out, or use exchange=gradient"
-        )
     if strategy.transport is not None:
         raise UserError(
             f"transport_dtype=bf16 was given with {asked}, but what workers have come to is handed "
@@ -287,7 +262,7 @@ def advise_on_interval(exchange: Exchange, steps: Sequence[WorkerStep]) -> None:
 # ---- workers that write without a lock -----------------------------------------------------------
 
 
-def check_lock_free(trainer: Any, n_workers: int, correction: Correction | None) -> None:
+def check_lock_free(trainer: Any, n_workers: int) -> None:
     """Check the options beside workers that write the shared parameters themselves.
 
     Raises:
@@ -299,11 +274,6 @@ def check_lock_free(trainer: Any, n_workers: int, correction: Correction | None)
             f"accelerator={name!r} was given, but workers without a lock write to parameters in "
             "host memory; use Trainer(accelerator='cpu'), or strategy=async"
         )
-    if correction is not None:
-        raise UserError(
-            f"correction={correction} was given, but under hogwild no gradient is ever sent that "
-            "could be corrected; leave it out, or use strategy=async"
-        )
     for callback in trainer.callbacks:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging) and n_workers > 1:
             raise UserError(
@@ -314,18 +284,6 @@ def check_lock_free(trainer: Any, n_workers: int, correction: Correction | None)
 
 
 # ---- late gradients ------------------------------------------------------------------------------
-
-
-def check_correction(
-    correction: Correction | None, requirements: Requirements, policy: Any
-) -> None:
-    """Warn where a correction has no effect; a sweep over strategies may keep it."""
-    if correction is not None and requirements.whole_rounds:
-        warnings.warn(
-            f"correction={correction} was given, but under policy {policy} no gradient is ever "
-            "late, so it changes nothing",
-            stacklevel=2,
-        )
 
 
 def advise(optimizers: Iterable[torch.optim.Optimizer], staleness: float) -> None:

@@ -27,10 +27,10 @@ from torch.utils.data import (
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.batch_size import Scales
-from hybridtrain.lightning.data.samplers import Seeded
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.lightning_package import own_name
 from hybridtrain.protocol.messages import Clip
+from hybridtrain.training.samplers import Seeded
 from hybridtrain.updates.groups import Groups, differences, plain
 from hybridtrain.updates.serialize import dump, load
 from hybridtrain.worlds.virtual.training_task import Timetable

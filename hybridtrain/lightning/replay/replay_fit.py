@@ -17,22 +17,22 @@ from pytorch_lightning.loggers.logger import DummyLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.periodic import scheduled
-from hybridtrain.lightning.launcher import make_server
-from hybridtrain.lightning.replay.run_record import (
-    Recording,
-    differences,
-    hash_now,
-    versions,
-)
 from hybridtrain.lightning.run_context import context_if_ours, context_of, strategy_of
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.record_reader import times_of
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.recording.replayer import Replayed, Replayer
+from hybridtrain.recording.run_description import (
+    Recording,
+    changed_code,
+    changed_versions,
+    differences,
+)
 from hybridtrain.recording.virtual_rerun import Rehearsal
 from hybridtrain.server.server import Server
 from hybridtrain.server.timeline import Timeline
+from hybridtrain.training.scheme import make_server
 from hybridtrain.worlds.in_process import Body, Cell
 from hybridtrain.worlds.local.cpu_scheduling import one_thread
 from hybridtrain.worlds.virtual.service_times import Measured
@@ -208,27 +208,6 @@ def _check(record: Record, trainer: pl.Trainer, anyway: bool) -> None:
     found = [*changed_code(record), *changed_versions(record)]
     if found and not anyway:
         raise UserError(f"{'; '.join(found)}; {_GO_ON}")
-
-
-def changed_code(record: Record) -> list[str]:
-    """Source files that have changed since the run."""
-    then: Mapping[str, str] = record.header["code"]
-    found = []
-    for name, before in then.items():
-        if (now := hash_now(name)) != before:
-            what = "the package hybridtrain" if name == "hybridtrain" else name
-            found.append(f"code: {what} {'has changed' if now else 'is not there'}")
-    return found
-
-
-def changed_versions(record: Record) -> list[str]:
-    """Versions that have changed since the run."""
-    now = versions()
-    return [
-        f"{name}: {now.get(name)} here, {before} in the run"
-        for name, before in record.header["versions"].items()
-        if now.get(name) != before
-    ]
 
 
 # ---- under another policy, in virtual time -------------------------------------------------------

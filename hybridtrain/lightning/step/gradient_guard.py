@@ -1,20 +1,17 @@
 """What happens when a worker has no contribution to make: its gradient is not finite, or its memory
 has run out.
 
-Under all-reduce one such gradient is everybody's at once, and a worker that raises leaves the
-others waiting. Here each contribution is looked at before it is handed over, so that the user can
-choose: end the run and say whose fault it was (``raise``), leave this worker out of the step's mean
-(``drop``), or leave the whole step out (``skip_step``). A callback that looks for losses that are
-not finite (``SpikeDetection``) decides itself whether to end the run, and must get to see them:
-under ``auto`` what comes of such a loss is left out, and training goes on to the callback.
+A worker that raises leaves the others waiting, under all-reduce. Here the user can choose (see
+:mod:`hybridtrain.training.step.guard`). A callback that looks for losses that are not finite
+(``SpikeDetection``) decides itself whether to end the run, and must get to see them: under ``auto``
+what comes of such a loss is left out, and training goes on to the callback.
 """
 
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,39 +19,22 @@ from lightning_fabric.utilities.spike import SpikeDetection
 from pytorch_lightning import Trainer
 from pytorch_lightning.utilities.memory import is_oom_error
 
-from hybridtrain.errors import UserError
 from hybridtrain.lightning.device_memory import note_need, out_of_memory
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory import Layout, Packed
+from hybridtrain.training.step.guard import AUTO, OUT_OF_MEMORY, Guard, OnFault
 from hybridtrain.worker.finite import FiniteCheck
 
-AUTO = "auto"
-NONFINITE, OUT_OF_MEMORY = "nonfinite", "oom"
-_WARNINGS = 10  # of each worker; after that, faults are only counted
-_IDS = ["id", "ids", "sample_id", "sample_ids", "uid", "index", "indices", "idx", "key", "keys"]
-_IDS += ["file", "files", "filename", "filenames", "path", "paths", "name", "names"]
+
+def beside(on_fault: OnFault, trainer: Any) -> OnFault:
+    """``auto`` stays only where a callback looks for such losses; else it means ``raise``."""
+    if on_fault.nonfinite != AUTO:
+        return on_fault
+    watched = any(isinstance(callback, SpikeDetection) for callback in trainer.callbacks)
+    return on_fault if watched else replace(on_fault, nonfinite="raise")
 
 
-class NotFinite(UserError):
-    """A gradient that is not finite, where nothing else is to be done about it."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnFault:
-    """The user's choices: ``raise``, ``drop``, ``skip_step``; ``nonfinite`` may be ``auto``."""
-
-    nonfinite: str = AUTO
-    oom: str = "raise"
-
-    def beside(self, trainer: Any) -> OnFault:
-        """``auto`` stays only where a callback looks for such losses; else it means ``raise``."""
-        if self.nonfinite != AUTO:
-            return self
-        watched = any(isinstance(callback, SpikeDetection) for callback in trainer.callbacks)
-        return self if watched else replace(self, nonfinite="raise")
-
-
-class GradientGuard:
+class GradientGuard(Guard):
     """Stands between one worker and its push.
 
     Args:
@@ -67,27 +47,9 @@ class GradientGuard:
     def __init__(
         self, on_fault: OnFault, check: FiniteCheck, layout: Layout, trainer: Trainer
     ) -> None:
-        self._on_fault, self._check, self._layout = on_fault, check, layout
+        super().__init__(on_fault, check, layout, self._place)
         self._trainer: Any = trainer
         self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        self._warned = 0
-        self._batch: Any = None
-        self._losses: list[torch.Tensor] | None = [] if on_fault.nonfinite == AUTO else None
-        self.veto = False  # until the next step is over: it is to be left out
-        self.fault = ""  # not yet told to the server
-
-    def begin(self, batch: Any, new_step: bool) -> None:
-        """A mini-batch begins."""
-        self._batch = batch
-        if new_step:
-            self.veto = False
-            if self._losses:
-                self._losses.clear()
-
-    def see(self, loss: torch.Tensor) -> None:
-        """Of the mini-batches since the last step; a callback will see it, too."""
-        if self._losses is not None:
-            self._losses.append(loss.detach())
 
     def accepts(
         self,
@@ -96,30 +58,8 @@ class GradientGuard:
         packed: Collection[Packed] = (),
         finite: Collection[int] = (),
     ) -> bool:
-        """Whether the gradients in the row may count, of which some are known to be finite.
-
-        Raises:
-            NotFinite: if they may not, and the user wants to end there.
-        """
-        if not numbers:  # no optimizer, or an empty one
-            return True
-        if self._scaled:  # an overflow is the scaler's daily bread, and it skips the step itself
-            return True
-        offender = self._check.offender(numbers, absent, packed, finite)
-        if offender is None:
-            return True
-        what = self._describe(offender)
-        self._check.forget()
-        choice = self._on_fault.nonfinite
-        if choice == AUTO:  # a callback decides, unless it has nothing to see
-            choice = "raise" if all(x.isfinite().all() for x in self._losses or ()) else "drop"
-        if choice == "raise":
-            raise NotFinite(
-                f"{what}; look at these samples or lower the learning rate, or go on with "
-                "strategy.on_nonfinite=drop (leaves this worker out of the step) or skip_step"
-            )
-        self._note(NONFINITE, choice, what)
-        return False
+        """As in other training; but a gradient scaler skips the step itself after an overflow."""
+        return self._scaled or super().accepts(numbers, absent, packed, finite)
 
     def forgives(self, error: Exception) -> bool:
         """Whether training may go on after this exception, without this contribution."""
@@ -141,44 +81,10 @@ class GradientGuard:
             torch.cuda.empty_cache()
         return True
 
-    def pop_fault(self) -> str:
-        """What the server has not heard of yet, if anything."""
-        fault, self.fault = self.fault, ""
-        return fault
-
-    def _note(self, fault: str, choice: str, what: str) -> None:
-        self.fault, self.veto = fault, self.veto or choice == "skip_step"
-        self._warned += 1
-        left_out = "the step" if self.veto else "its gradient"
-        if self._warned <= _WARNINGS:
-            more = "; further ones are only counted" * (self._warned == _WARNINGS)
-            warnings.warn(f"{what}; {left_out} is left out{more}", stacklevel=2)
-
-    def _describe(self, number: int) -> str:
-        bad, total = self._check.count(number)
-        what = f"{self._layout.slots[number].name} ({bad} of {total} elements)"
-        text = f"{self._where()} has a gradient that is not finite: {what}"
-        ids = sample_ids(self._batch)
-        return text if ids is None else f"{text}, samples {ids}"
-
-    def _where(self) -> str:
+    def _place(self) -> str:
         trainer = self._trainer
         return (
             f"worker {trainer.global_rank} ({context_of(trainer).root_device}) at step "
             f"{trainer.global_step}, epoch {trainer.current_epoch}, mini-batch "
             f"{trainer.fit_loop.epoch_loop.batch_idx}"
         )
-
-
-def sample_ids(batch: Any) -> str | None:
-    """What the mini-batch says about which samples it holds, shortened, or ``None``."""
-    fields = batch if isinstance(batch, dict) else getattr(batch, "__dict__", {})
-    if hasattr(batch, "_asdict"):
-        fields = batch._asdict()
-    for name in _IDS:
-        if name in fields:
-            ids = fields[name]
-            listed = ids.flatten().tolist() if isinstance(ids, torch.Tensor) else ids
-            text = str(listed)
-            return f"{name}={text if len(text) <= 200 else text[:197] + '...'}"
-    return None

@@ -25,7 +25,6 @@ from pytorch_lightning.callbacks import (
     TQDMProgressBar,
 )
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from hybridtrain.lightning.hooks.loop_hooks import combined_loader
 from hybridtrain.lightning.run_context import context_of
@@ -61,12 +60,6 @@ def parameters_rest(trainer: Any) -> bool:
         return False
     loader = combined_loader(trainer.fit_loop)
     return loader is None or not may_hold(loader.flattened, module)
-
-
-def is_unwatched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has no hook behind its steps."""
-    hooks: Any = optimizer
-    return not hooks._optimizer_step_post_hooks and not _global_optimizer_post_hooks
 
 
 def _looks(callback: Callback) -> bool:

@@ -7,17 +7,15 @@ train on their own what is each worker's alone: moments, the exchange's memory, 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.exchanges.exchange import OWN
-from hybridtrain.lightning.step.worker_step import MASTERS, WorkerStep
 from hybridtrain.memory.scratch_file import Scratch, fill, read
+from hybridtrain.training.step.worker_step import MASTERS, WorkerStep
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worker.client import Client
 
@@ -56,10 +54,7 @@ class SavedStates:
 
         ``own``: workers step the user's optimizer themselves.
         """
-        made = update.over(optimizer)
-        if made is optimizer and own:  # another one of its kind
-            made = copy(optimizer)
-            made.state = defaultdict(dict)
+        made = update.beside(optimizer, own)
         apart = made is not optimizer
         loaded = self._masters.pop(id(optimizer), None)
         if loaded is not None and apart and loaded["update"] == update.name:

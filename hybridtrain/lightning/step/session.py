@@ -1,54 +1,40 @@
-"""What a worker holds while it trains: its parameters in shared memory, its remote optimizers."""
+"""A worker's session under Lightning's loops: the module's steps, hooks, accumulation, faults."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.core.optimizer import do_nothing_closure
 
-from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, LocalExchange, Requirements
-from hybridtrain.exchanges.compression import Codec, codec_of
+from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.preflight.strategy_checks import check_parameters
-from hybridtrain.lightning.step.accumulation import Accumulation
-from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
+from hybridtrain.lightning.step.gradient_guard import GradientGuard
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
-from hybridtrain.lightning.step.gradient_step import GradientStep
-from hybridtrain.lightning.step.in_place import NoOptimizer, in_place_step, writes_itself
-from hybridtrain.lightning.step.local_step import LocalStep
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.saved_states import SavedStates
-from hybridtrain.lightning.step.shared_buffers import SharedBuffers, room_for, shared
-from hybridtrain.lightning.step.trained_parameters import (
-    dumped,
-    ordered_parameters,
-    slot_numbers,
-    sparse_numbers,
-    sparse_slots,
-)
-from hybridtrain.lightning.step.worker_step import StepParts, WorkerStep
+from hybridtrain.lightning.step.written_by_module import NoOptimizer, writes_itself
 from hybridtrain.memory import Layout, unpack
-from hybridtrain.protocol.messages import Average, Averaged, Install, Row
-from hybridtrain.updates.groups import calls_closure, puts_off, takes_sparse
+from hybridtrain.protocol.messages import Average, Averaged, Row
+from hybridtrain.training.session import Trained, WorkerSession
+from hybridtrain.training.step.guard import Guard, OnFault
+from hybridtrain.training.step.shared_buffers import shared
+from hybridtrain.training.step.trained_parameters import ordered_parameters, sparse_slots
+from hybridtrain.training.step.worker_step import StepParts
+from hybridtrain.updates.groups import puts_off, takes_sparse
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
-from hybridtrain.worker.own_updates.own_steps import OwnSteps
-from hybridtrain.worker.replica import Replica
-from hybridtrain.worker.replica_cuda import open_replica
-from hybridtrain.worker.replica_own import OwnReplica
-
-# Makes the step of one of the module's optimizers, which has this number among them.
-MakeStep = Callable[[torch.optim.Optimizer, int, StepParts], WorkerStep]
 
 
-class Session:
+class Session(WorkerSession):
     """Moves the module into shared memory and its optimizers' steps to the server.
 
     Args:
@@ -62,8 +48,7 @@ class Session:
         transport: float32 gradients are rounded to this dtype on their way; ``None``: they are not.
     """
 
-    replica: Replica  # this worker's side of the parameters
-    _make_step: MakeStep
+    guard: GradientGuard
 
     def __init__(
         self,
@@ -76,125 +61,47 @@ class Session:
         on_fault: OnFault,
         transport: torch.dtype | None,
     ) -> None:
-        self._client, self._module, self._optimizers = client, module, list(optimizers)
+        self._module = module
         self.trainer: Trainer = module.trainer
         self.written = writes_itself(module, optimizers, requirements.in_place)
-        if self.written:
-            self._optimizers = [NoOptimizer(module)]
+        stepped = [NoOptimizer(module)] if self.written else list(optimizers)
         check_parameters(module)  # again: configure_model may have made some
-        named = ordered_parameters(module, self._optimizers)
-        self._parameters = [p for _, p in named]
-        self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
-        self._requirements, self._update = requirements, update
+        named = ordered_parameters(module, stepped)
+        number_of = {id(p): number for number, (_, p) in enumerate(named)}
         self.saved = SavedStates(client)
         joint = requirements.parameters == "masters" and client.n_workers > 1
-        buffers = shared(module) if joint else []
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
-        self._unseen = gradients_are_final(module.trainer)
-        self.final = self._unseen and not requirements.steps_in_worker
-        self.averages = joint and not self.final
-        narrow = None if self.averages else transport  # or the mean would be rounded, too
-        sparse = sparse_slots(module, self._optimizers, self._number_of)
-        layout = Layout.of(named, room_for(buffers), narrow, not self.written, sparse)
-        meets = self._may_meet(exchange)
-        self._store = store = client.shared_store(layout, requirements, self.averages, meets)
-        self._publish()
-        client.gather("initial parameters", None)
-        store.refresh(client.worker)
-        self.buffers = SharedBuffers(buffers, store, client) if buffers else None
-        self.share_buffers()
-        client.own = OwnSteps.of(client.worker, store)
-        self.steps: list[WorkerStep] = []
-        self.replica, self._make_step = exchange.worker_steps(self)
-        self._means = [store.mean(s) for s in layout.slots] if self.averages else []
-        check = FiniteCheck(store, client.worker)
-        self.guard = GradientGuard(on_fault, check, layout, module.trainer)
-        self._gathered = Accumulation()
+        unseen = gradients_are_final(module.trainer)
+        self.averages = joint and not (unseen and not requirements.steps_in_worker)
+        trained = Trained(
+            named,
+            stepped,
+            shared(module) if joint else [],
+            sparse_slots(module, stepped, number_of),
+            None if self.averages else transport,  # or the mean would be rounded, too
+            unseen,
+            self.averages,
+            self.written,
+        )
+        super().__init__(client, trained, requirements, exchange, update, on_fault)
+        slots = self._store.layout.slots
+        self._means = [self._store.mean(slot) for slot in slots] if self.averages else []
 
-    def _may_meet(self, exchange: Exchange) -> bool:
-        """Whether an update is one gradient, on the host, stepped by the user's only optimizer."""
-        host = self._parameters[0].device.type == "cpu" and codec_of(exchange) is None
-        return host and self._unseen and len(self._optimizers) == 1 and self._update.is_users
-
-    # ---- the ways to step, of which the exchange calls one: ``Ways`` in exchanges/exchange.py ----
-
-    def hand_over_gradients(self, codec: Codec | None) -> tuple[Replica, MakeStep]:
-        """Raises ``UserError`` if an optimizer compares losses, whose gradients are rounded."""
-        for optimizer in () if codec is None else self._optimizers:
-            if calls_closure(optimizer):
-                raise UserError(
-                    f"exchange.compress={codec} was given with {type(optimizer).__name__}, which "
-                    "evaluates its closure several times in a step and compares the losses, so "
-                    "its gradients must not be rounded; leave it out, or use SGD or Adam"
-                )
-        client, store = self._client, self._store
-        replica = open_replica(self._parameters, store, client.worker, self.final, codec)
-        client.meanwhile = replica.meanwhile
-        client.meet(store, lambda: [(step.optimizer, step.numbers) for step in self.steps])
-        return replica, GradientStep
-
-    def write_to_masters(self, private_state: bool) -> tuple[Replica, MakeStep]:
-        """Workers step the masters themselves."""
-        replica = open_replica(self._parameters, self._store, self._client.worker, False)
-        return replica, partial(in_place_step, self.written, private_state)
-
-    def step_own_parameters(self, exchange: LocalExchange) -> tuple[Replica, MakeStep]:
-        """Workers step parameters of their own."""
-        keeps = exchange.keeps or self._requirements.whole_rounds
-        replica = OwnReplica(self._parameters, self._store, self._client.worker, keeps)
-        return replica, partial(LocalStep, replica=replica, exchange=exchange)
+    def _make_guard(self, on_fault: OnFault, check: FiniteCheck, layout: Layout) -> Guard:
+        return GradientGuard(on_fault, check, layout, self.trainer)
 
     # ---- the beginning of training --------------------------------------------------------------
 
-    @torch.no_grad()
-    def _publish(self) -> None:
-        """The first worker's parameters become the masters."""
-        if not self._client.is_leader or self._client.joins:
-            return
-        for parameter, slot in zip(self._parameters, self._store.layout.slots, strict=True):
-            self._store.master(slot).copy_(parameter)
-
-    def share_buffers(self, accumulating: bool = False) -> None:
-        """All have worker 0's buffers now; all must call it."""
-        if self.buffers is not None:
-            self.buffers.meet(accumulating)
-
     def install(self) -> None:
         """Training begins: the server takes the optimizers over, with the state they have now."""
-        self._publish()  # a hook may have loaded weights
-        if self.buffers is not None:
-            if self._client.joins:  # it has those of a worker in the middle of a step
-                self.buffers.put_back(self.trainer.global_step)
-            self.buffers.keep(self.trainer.global_step)
-        numbers = self._hand_over(self.trainer.global_step)
-        self.replica.writes()  # published already
-        self.replica.refresh()
-        self.replica.forget()
+        self.begin(self.trainer.global_step, last_version(self.trainer))
+
+    def _is_handed_over(self) -> None:
         self.saved.take_back(self.steps)
-        self.replica.follow(n for each in numbers for n in each)
-        self.replica.keep_sparse(sparse_numbers(self._optimizers, numbers))
 
-    def _hand_over(self, version: int) -> list[tuple[int, ...]]:
-        """Put remote controls into the optimizers; returns their slot numbers.
-
-        Those that have one already (where only others were replaced) stay as they are, here and in
-        the server.
-        """
-        numbers = [slot_numbers(optimizer, self._number_of) for optimizer in self._optimizers]
-        known = {id(step): n for n, step in enumerate(self.steps)}
-        steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
+    def _masters_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         own = self._requirements.own_state
-        payload = tuple(
-            known[id(step)]
-            if id(step) in known
-            else dumped(self.saved.masters_of(optimizer, self._update, own), self._number_of)
-            for step, optimizer in zip(steps, self._optimizers, strict=True)
-        )
-        mine = payload if self._client.is_leader else ()
-        self._client.install(Install(mine, version, last_version(self.trainer)))
-        parts = self._parts()
-        self.steps = [self._step_of(n, o, parts) for n, o in enumerate(self._optimizers)]
-        return numbers
+        return self.saved.masters_of(optimizer, self._update, own)
 
     def gather_states(self) -> None:
         """All meet, see the masters, and the one who saves gets what is each worker's own."""
@@ -207,58 +114,25 @@ class Session:
         if not shows:
             self.put_back()
 
-    @property
-    def shows_masters(self) -> bool:
-        """Whether the module has them instead of this worker's own parameters."""
-        return self.replica.shows_masters
-
     def _parts(self) -> StepParts:
         wants, endless = self._requirements, last_version(self.trainer) is None
         counts = partial(set_global_step, self.trainer)
-        return StepParts(
-            self._client,
-            self.replica,
-            self.guard,
-            self._update,
-            wants,
-            self._number_of,
-            self._gathered,
-            self.buffers,
-            averaged=self.averages,
+        ahead = wants.may_go_ahead and endless and self._trained.unseen
+        return replace(
+            super()._parts(),
             manual=not self._module.automatic_optimization,
             released=(lambda version: None) if wants.whole_rounds else counts,
-            goes_ahead=wants.may_go_ahead
-            and endless
-            and self._unseen
-            and parameters_rest(self.trainer),
+            goes_ahead=ahead and parameters_rest(self.trainer),
             endless=endless,
-            only=len(self._optimizers) == 1,
+            nothing=do_nothing_closure,
         )
-
-    def _step_of(
-        self, number: int, optimizer: torch.optim.Optimizer, parts: StepParts
-    ) -> WorkerStep:
-        """The step of one optimizer: a new one, unless the optimizer has one of this session."""
-        step = vars(optimizer).get("step")
-        if not isinstance(step, WorkerStep) or step not in self.steps:
-            step = self._make_step(optimizer, number, parts)
-            optimizer.step = step  # type: ignore[method-assign]
-            # Or a fused one is taken to unscale gradients in its step, which is sent away.
-            vars(optimizer)["_step_supports_amp_scaling"] = False
-        step.renumber(number, parts.only)
-        return step
-
-    def close(self) -> None:
-        """Training is over: Lightning will move states to the CPU, which lie there already."""
-        for step in self.steps:
-            step.close()
-        self._client.meanwhile = None
-        self.replica.close()
 
     def _replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The user has put other optimizers into the trainer, in the same step of all workers."""
         self._optimizers = list(optimizers)
-        numbers = self._hand_over(max(step.version for step in self.steps))
+        numbers = self._hand_over(
+            max(step.version for step in self.steps), last_version(self.trainer)
+        )
         for optimizer, inside in zip(self._optimizers, numbers, strict=True):
             self.replica.admit(inside, takes_sparse(optimizer))
 
@@ -285,13 +159,6 @@ class Session:
         states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
         return self.saved.with_inner(states)
 
-    def pull(self) -> int:
-        """Bring the module's parameters up to date; their version."""
-        self._client.settle()
-        version = self._client.pull(self.replica.writes())
-        self.replica.refresh()
-        return version
-
     def begin_batch(self, batch: Any, samples: float, together: float | None) -> None:
         """A mini-batch begins; gradients add up until the next step.
 
@@ -300,10 +167,9 @@ class Session:
             samples: in it.
             together: samples of all workers in this step, if that is known.
         """
-        self.put_back()
         self.guard.begin(batch, self._gathered.stepped)
         joint = self._module.automatic_optimization and not self.has_own_parameters
-        self._gathered.begin(samples, together if joint else None)
+        self.begin_samples(samples, together if joint else None)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of the mini-batch as it is to count among those that are accumulated."""
@@ -330,37 +196,9 @@ class Session:
         set_global_step(self.trainer, step.version)
 
     @property
-    def has_own_parameters(self) -> bool:
-        """Whether this worker's optimizers move parameters of its own."""
-        return self._requirements.parameters == "own"
-
-    @property
-    def has_own_state(self) -> bool:
-        """Whether a checkpoint needs something of each worker."""
-        return self.has_own_parameters or self.replica.encoder is not None
-
-    def put_back(self) -> None:
-        """Training goes on: what the module had for others to see is put away."""
-        self.replica.put_back()
-
-    @property
     def has_gathered(self) -> bool:
         """Whether gradients wait for the next step."""
         return self._gathered.waits
-
-    def sit_out(self) -> None:
-        """The others make a step, in automatic optimization, for which this worker has no data."""
-        self.put_back()
-        for step in self.steps if self.has_own_parameters else ():
-            step.skip()
-
-    @property
-    def owes(self) -> bool:
-        """Whether the masters lack steps that all workers have made since the last exchange.
-
-        Who goes on from a checkpoint that one worker makes alone now does them again.
-        """
-        return self._requirements.whole_rounds and any(step.owes for step in self.steps)
 
     def catch_up(self) -> None:
         """In lock-step, behind a step of all: see the masters, with what the server has put off."""
@@ -368,18 +206,6 @@ class Session:
             self.replica.refresh()
         elif any(map(puts_off, self._optimizers)):
             self.pull()
-
-    def flush(self, ends: bool = False) -> None:
-        """Hand over what this worker's own steps have come to, where all do so."""
-        self.put_back()  # a checkpoint may have been made since the last step
-        for step in self.steps:
-            step.flush(ends)
-
-    def await_turn(self) -> int:
-        """Wait until no other worker computes, and the parameters are the newest; their version."""
-        version = self._client.begin(self.replica.writes())
-        self.replica.refresh()
-        return version
 
     def accumulates(self) -> bool:
         """Whether this backward only adds to gradients that a later mini-batch will step."""

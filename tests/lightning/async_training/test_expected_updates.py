@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from hybridtrain import HybridStrategy
 from hybridtrain.exchanges import Requirements, combine, exchange_of
 from hybridtrain.lightning.async_training.expected_updates import batches_of, updates_of
-from hybridtrain.lightning.data.samplers import EpochPlan, Seeded
 from hybridtrain.policies import make_policy
+from hybridtrain.training.samplers import EpochPlan, Seeded
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 

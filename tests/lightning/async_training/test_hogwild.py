@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight.strategy_checks import check_lock_free
-from hybridtrain.lightning.step.in_place import InPlace
+from hybridtrain.training.step.in_place import InPlace
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
 from tests.picking import by_default
 from tests.support.ends import first
@@ -574,7 +574,7 @@ def test_averages_that_are_swapped_in_are_refused(callback: pl.Callback) -> None
 
 def test_a_gpu_is_refused() -> None:
     with pytest.raises(UserError, match=r"'cuda' .* host memory; use .*accelerator='cpu'"):
-        check_lock_free(SimpleNamespace(accelerator=CUDAAccelerator()), 1, None)
+        check_lock_free(SimpleNamespace(accelerator=CUDAAccelerator()), 1)
 
 
 class Dropping(Regression):

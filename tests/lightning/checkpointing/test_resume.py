@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.mid_epoch import read
-from hybridtrain.lightning.data.samplers import EpochPlan, Seeded
+from hybridtrain.training.samplers import EpochPlan, Seeded
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 from tests.picking import by_default

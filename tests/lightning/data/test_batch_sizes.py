@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.samplers import Begun, EpochPlan, Seeded, ShareSampler, dealt
+from hybridtrain.training.samplers import Begun, EpochPlan, Seeded, ShareSampler, dealt
 from hybridtrain.worker.client import Client
 from tests.lightning.toys import Recorder, Regression, distance, make_trainer, regression_data
 from tests.picking import by_default

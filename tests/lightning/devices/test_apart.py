@@ -19,9 +19,9 @@ from torch.nn.utils.rnn import pack_sequence
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data import prefetch as ahead_module
 from hybridtrain.lightning.data.prefetch import Ahead
-from hybridtrain.lightning.launcher import resolve_start_method
 from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.counters import ChunkProgress
+from hybridtrain.training.scheme import resolve_start_method
 from hybridtrain.worker.device import KINDS, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.replica_cuda import CudaReplica, _norms

@@ -18,7 +18,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hybridtrain.lightning.step.hyper_parameters import HyperParameters
+from hybridtrain.training.step.hyper_parameters import HyperParameters
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.checkpointing.test_resume import same
 from tests.lightning.toys import Regression, make_trainer, regression_data

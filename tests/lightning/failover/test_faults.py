@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.samplers import Seeded
-from hybridtrain.lightning.step.gradient_guard import NotFinite, sample_ids
+from hybridtrain.training.samplers import Seeded
+from hybridtrain.training.step.guard import NotFinite, sample_ids
 from tests.lightning.toys import Manual, Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -192,8 +192,9 @@ def test_free_running_workers_leave_out_their_own_only() -> None:
 
 def test_a_gradient_scaler_sees_to_overflows_itself() -> None:
     """Infinities are how it finds its scale; that they are skipped is its business."""
-    from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
+    from hybridtrain.lightning.step.gradient_guard import GradientGuard
     from hybridtrain.memory import Layout, Store
+    from hybridtrain.training.step.guard import OnFault
     from hybridtrain.worker.finite import FiniteCheck
 
     layout = Layout.of([("a", torch.zeros(3))])

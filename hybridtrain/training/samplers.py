@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Sampler
 
-from hybridtrain.protocol.messages import DrawnBatch, Gone, LoaderPass, Visits
+from hybridtrain.protocol.messages import Draw, DrawnBatch, Gone, LoaderPass, Visits
 from hybridtrain.protocol.spans import Spans, dealt, merged, positions, split, total, without
 from hybridtrain.worker.client import Client
 
@@ -361,3 +361,36 @@ class ShareSampler(EpochSampler):
         """The mini-batch with which this worker begins the next lap."""
         places = dict.fromkeys(p % len(order) for p in self._places(self._client.worker))
         return [order[place] for place in places]
+
+
+class QueueSampler(EpochSampler):
+    """Mini-batches drawn one by one from the server's queue. It has no length, on purpose.
+
+    Lightning relies on a length: with an upper bound it would miss validation and the last step.
+    """
+
+    _reopened = False  # the next iteration does what lost workers have left
+
+    def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
+        super().go_on(crew, spans)
+        self._reopened = True
+
+    def __iter__(self) -> Iterator[int]:
+        order, spans, batches = self._begin()
+        lap, begins = LoaderPass(self.number, self.epoch, self._lap), True
+        plan, n_drawn, fills = self.plan, self.batch_size, self.plan.fills()
+        turn = 0 if self._reopened else plan.turn()  # the rest of a pass is not dealt in turns
+        self._reopened = False
+        # The loader counts samples into mini-batches, so a smaller one must be the last.
+        while n_drawn == self.batch_size:
+            ask = Draw(
+                *(lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills),
+                visits=plan.visits,
+                limited=plan.limited,
+            )
+            ticket = self._client.draw(ask)
+            begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
+            cover = DrawnBatch(lap, ticket.spans) if ticket.counts else None
+            self._plan_next(n_drawn if ticket.counts else 0, batches, 0, cover)
+            yield from (order[position] for position in positions(ticket.spans))
+        self.ended = True

@@ -21,15 +21,13 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning import LightningModule
 
-from hybridtrain.lightning.step.gradient_step import GradientStep
-from hybridtrain.lightning.step.worker_step import StepParts
 from hybridtrain.memory import Arena
 from hybridtrain.memory.arena import Place, SharedState
 from hybridtrain.profiling import Phase
 from hybridtrain.protocol.messages import Push, Released, Row, StepRequest
+from hybridtrain.training.step.gradient_step import GradientStep
+from hybridtrain.training.step.worker_step import StepParts
 from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import puts_off, takes_sparse
 from hybridtrain.updates.kernels.choice import own_step, step_of
@@ -231,7 +229,7 @@ class InPlaceStep(GradientStep):
     """Steps the masters in the worker where the gradients allow it, and else hands them over.
 
     Args:
-        optimizer, number, parts: see :class:`~hybridtrain.lightning.step.worker_step.WorkerStep`.
+        optimizer, number, parts: see :class:`~hybridtrain.training.step.worker_step.WorkerStep`.
         stepper: steps parameters and state that all workers share.
     """
 
@@ -306,33 +304,6 @@ def in_place_step(
     if isinstance(stepper, PrivateState):
         return PrivateStateStep(optimizer, number, parts, stepper)
     return InPlaceStep(optimizer, number, parts, stepper)
-
-
-class NoOptimizer(torch.optim.Optimizer):
-    """Stands for the module, which steps its trainable parameters itself."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__([p for p in module.parameters() if p.requires_grad], {})
-
-    def step(self, closure: Any = None) -> Any:
-        """Nothing."""
-
-
-def writes_itself(
-    module: LightningModule, optimizers: Iterable[torch.optim.Optimizer], shared: bool
-) -> bool:
-    """Whether the module steps its parameters without an optimizer, which all ``shared``."""
-    given = any(optimizer.param_groups for optimizer in optimizers)  # Lightning's stand-in has none
-    if given or module.automatic_optimization:
-        return False
-    if not shared:
-        name = type(module).__name__
-        rank_zero_warn(
-            f"{name} has no optimizer under this strategy: what it writes to its parameters is "
-            "each worker's own, and worker 0's is kept; use strategy=hogwild to share them, or "
-            "return an optimizer from configure_optimizers"
-        )
-    return shared
 
 
 def _set_count(state: dict[str, Any], count: int) -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from hybridtrain.updates.groups import same
 
@@ -107,7 +106,13 @@ def _is_empty(value: Any) -> bool:
 
 def moved(state: Any, device: torch.device) -> Any:
     """On the device; numbers, such as step counts, stay on the host."""
-    return apply_to_collection(state, torch.Tensor, lambda t: t.to(device) if t.ndim else t)
+    if isinstance(state, torch.Tensor):
+        return state.to(device) if state.ndim else state
+    if isinstance(state, Mapping):
+        return {key: moved(value, device) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)([moved(value, device) for value in state])
+    return state
 
 
 def is_theirs(key: str, group: dict[str, Any], sent: dict[str, Any]) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hybridtrain.exchanges import Await, Leaving, LocalExchange, Offer
-from hybridtrain.lightning.step.remote_state import without_fetching
-from hybridtrain.lightning.step.worker_step import Closure, StepParts, WorkerStep, as_float, run
 from hybridtrain.protocol.messages import Changes, ExchangePush, Released, Row
+from hybridtrain.training.step.remote_state import without_fetching
+from hybridtrain.training.step.worker_step import Closure, StepParts, WorkerStep, as_float, run
 from hybridtrain.updates import Saved
 from hybridtrain.worker.local_steps import LocalSteps
 from hybridtrain.worker.replica_own import OwnReplica
@@ -20,7 +20,7 @@ class LocalStep(WorkerStep):
     """Steps parameters of the worker's own, and hands over what the exchange says, when it says.
 
     Args:
-        optimizer, number, parts: see :class:`~hybridtrain.lightning.step.worker_step.WorkerStep`.
+        optimizer, number, parts: see :class:`~hybridtrain.training.step.worker_step.WorkerStep`.
         replica: the worker's parameters.
         exchange: decides when something leaves.
     """

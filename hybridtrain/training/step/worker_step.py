@@ -2,9 +2,9 @@
 
 A worker's step replaces the ``step`` of one of the user's optimizers, which stays where schedulers,
 monitors and hooks expect it. What it does is the exchange's choice: hand the gradient over
-(:mod:`hybridtrain.lightning.step.gradient_step`), write to the shared masters
-(:mod:`hybridtrain.lightning.step.in_place`), or step parameters of the worker's own
-(:mod:`hybridtrain.lightning.step.local_step`).
+(:mod:`hybridtrain.training.step.gradient_step`), write to the shared masters
+(:mod:`hybridtrain.training.step.in_place`), or step parameters of the worker's own
+(:mod:`hybridtrain.training.step.local_step`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from operator import is_
 from typing import Any
 
 import torch
-from pytorch_lightning.core.optimizer import do_nothing_closure
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
-from hybridtrain.lightning.step.accumulation import Accumulation
-from hybridtrain.lightning.step.gradient_guard import GradientGuard
-from hybridtrain.lightning.step.hyper_parameters import HyperParameters
-from hybridtrain.lightning.step.shared_buffers import SharedBuffers
-from hybridtrain.lightning.step.trained_parameters import parameters_of, slot_numbers
 from hybridtrain.profiling import Phase
 from hybridtrain.protocol.messages import Clip
+from hybridtrain.training.step.accumulation import Accumulation
+from hybridtrain.training.step.guard import Guard
+from hybridtrain.training.step.hyper_parameters import HyperParameters
+from hybridtrain.training.step.shared_buffers import SharedBuffers
+from hybridtrain.training.step.trained_parameters import parameters_of, slot_numbers
 from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import Groups, Members, members_of, takes_sparse
 from hybridtrain.updates.named import NamedUpdate
@@ -37,17 +37,23 @@ Closure = Callable[[], Any]
 MASTERS = "masters"  # in an optimizer's saved state: that of the masters' own optimizer
 
 
-def is_empty(closure: Closure) -> bool:
+def is_empty(closure: Closure, nothing: Closure | None) -> bool:
     """Whether the closure is the empty one that Lightning passes if the user passes none."""
     while isinstance(closure, partial):  # how precision plugins wrap it: the last argument
         closure = closure.args[-1]
-    return closure is do_nothing_closure
+    return closure is nothing
 
 
 def run(closure: Closure) -> Any:
     """With gradients, wherever it is called from."""
     with torch.enable_grad():
         return closure()
+
+
+def is_unwatched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has no hook behind its steps."""
+    hooks: Any = optimizer
+    return not hooks._optimizer_step_post_hooks and not _global_optimizer_post_hooks
 
 
 def as_float(loss: Any) -> float | None:
@@ -76,11 +82,12 @@ class StepParts:
         goes_ahead: nobody looks at parameters before the next mini-batch begins.
         endless: no step may be too many (``max_steps``).
         only: the module has one optimizer.
+        nothing: the closure that a caller passes if the user passes none.
     """
 
     client: Client
     replica: Replica
-    guard: GradientGuard
+    guard: Guard
     update: NamedUpdate
     requirements: Requirements
     number_of: Mapping[int, int]
@@ -92,6 +99,7 @@ class StepParts:
     goes_ahead: bool
     endless: bool
     only: bool
+    nothing: Closure | None = None
 
 
 class WorkerStep:

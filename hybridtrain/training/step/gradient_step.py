@@ -13,17 +13,6 @@ from typing import Any
 import torch
 
 from hybridtrain.exchanges.exchange import RESIDUALS
-from hybridtrain.lightning.step.parameter_readers import is_unwatched
-from hybridtrain.lightning.step.remote_state import RemoteState, moved, without_fetching
-from hybridtrain.lightning.step.trained_parameters import slot_numbers
-from hybridtrain.lightning.step.worker_step import (
-    Closure,
-    StepParts,
-    WorkerStep,
-    as_float,
-    is_empty,
-    run,
-)
 from hybridtrain.memory.scratch_file import as_bytes
 from hybridtrain.profiling import Phase
 from hybridtrain.protocol.messages import (
@@ -34,6 +23,17 @@ from hybridtrain.protocol.messages import (
     Row,
     StepRequest,
 )
+from hybridtrain.training.step.remote_state import RemoteState, moved, without_fetching
+from hybridtrain.training.step.trained_parameters import slot_numbers
+from hybridtrain.training.step.worker_step import (
+    Closure,
+    StepParts,
+    WorkerStep,
+    as_float,
+    is_empty,
+    is_unwatched,
+    run,
+)
 from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import calls_closure
 
@@ -42,7 +42,7 @@ class GradientStep(WorkerStep):
     """Offers the gradient of each step to the server.
 
     Args:
-        optimizer, number, parts: see :class:`~hybridtrain.lightning.step.worker_step.WorkerStep`.
+        optimizer, number, parts: see :class:`~hybridtrain.training.step.worker_step.WorkerStep`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, parts: StepParts) -> None:
@@ -56,7 +56,7 @@ class GradientStep(WorkerStep):
         optimizer.state = self.state  # the server's now
 
     def _step(self, closure: Closure | None) -> Any:
-        if self._driven and closure is not None and not is_empty(closure):
+        if self._driven and closure is not None and not is_empty(closure, self._parts.nothing):
             return self._step_driven(closure)
         loss = run(closure) if closure is not None else None
         will_count = self._offer(self._gathered.weight)

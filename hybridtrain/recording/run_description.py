@@ -19,24 +19,20 @@ from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from pytorch_lightning.utilities.seed import isolate_rng
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.protocol.checksums import checksum_of_state
 from hybridtrain.protocol.messages import Described
-from hybridtrain.recording.record_file import RECORD_NAME, Writer
+from hybridtrain.recording.record_file import RECORD_NAME, Record, Writer
 from hybridtrain.recording.recorder import KINDS
 from hybridtrain.util.files import open_input
+from hybridtrain.util.generators import look, put
 from hybridtrain.worker.client import Client
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
 
 # ---- the option record: the file of a run's events, or the replay that runs the workers ---------
 
@@ -93,10 +89,25 @@ _GENERATORS: tuple[tuple[type, str, str], ...] = (
     (np.random.RandomState, "get_state", "set_state"),
     (np.random.BitGenerator, "__getstate__", "__setstate__"),
 )
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 
 
-def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[str, Any]:
+class Recorded(Protocol):
+    """A strategy: what a record says of it."""
+
+    policy: Any
+    correction: Any
+    exchange: Any
+    update: Any
+    requirements: Any
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        ...
+
+
+def header(strategy: Recorded, threads: int, server_threads: int) -> dict[str, Any]:
     """Options, versions and code of a run."""
     return {
         "workers": strategy.world_size,
@@ -174,16 +185,36 @@ def _hash_of_package() -> str:
     return found.hexdigest()[:_DIGITS]
 
 
+def changed_code(record: Record) -> list[str]:
+    """Source files that have changed since the run."""
+    then: Mapping[str, str] = record.header["code"]
+    found = []
+    for name, before in then.items():
+        if (now := hash_now(name)) != before:
+            what = "the package hybridtrain" if name == "hybridtrain" else name
+            found.append(f"code: {what} {'has changed' if now else 'is not there'}")
+    return found
+
+
+def changed_versions(record: Record) -> list[str]:
+    """Versions that have changed since the run."""
+    now = versions()
+    return [
+        f"{name}: {now.get(name)} here, {before} in the run"
+        for name, before in record.header["versions"].items()
+        if now.get(name) != before
+    ]
+
+
 # ---- data ---------------------------------------------------------------------------------------
 
 
-def data_teller(client: Client, trainer: Any) -> Callable[[int, Any], None]:
+def data_teller(client: Client, silent: bool) -> Callable[[int, Any], None]:
     """A function that sends a description of a training loader's data, once, before any is drawn.
 
-    The record keeps the first description.
+    The record keeps the first description. ``silent``: there is no record.
     """
     told: set[int] = set()
-    silent = context_of(trainer).recording is None
 
     def tell(number: int, data: Any) -> None:
         if not silent and number not in told:
@@ -199,9 +230,9 @@ def data_print(data: Any) -> dict[str, Any]:
     Restores all RNG states, also those of generators that the data set holds. Data without numbered
     items has only its class.
     """
-    put_back = _generators_put_back(data)
-    with isolate_rng():
-        found = {"kind": type(data).__qualname__, **_looked_up(data)}
+    put_back, states = _generators_put_back(data), look()
+    found = {"kind": type(data).__qualname__, **_looked_up(data)}
+    put(states)
     for restore in put_back:
         restore()
     return found
@@ -214,9 +245,9 @@ def _generators_put_back(data: Any) -> list[Callable[[], object]]:
     for _ in range(_LAYERS):
         layer = [getattr(each, "bit_generator", each) for each in layer]  # numpy's
         for each in layer:
-            for kind, get, put in _GENERATORS:
+            for kind, get, restore in _GENERATORS:
                 if isinstance(each, kind):
-                    found.append(partial(getattr(each, put), getattr(each, get)()))
+                    found.append(partial(getattr(each, restore), getattr(each, get)()))
         parts = chain.from_iterable(map(gc.get_referents, layer))
         held = (each for each in parts if not isinstance(each, type | ModuleType | FunctionType))
         layer = list(islice(held, _MOST_PARTS))

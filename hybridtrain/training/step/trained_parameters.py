@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from pytorch_lightning import LightningModule
 
 from hybridtrain.errors import UserError
 from hybridtrain.updates.groups import takes_sparse
@@ -13,7 +12,7 @@ from hybridtrain.updates.serialize import dump
 
 
 def ordered_parameters(
-    module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """The module's parameters, those of the optimizers first and group by group.
 

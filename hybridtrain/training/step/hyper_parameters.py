@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.lightning.step.remote_state import is_theirs
+from hybridtrain.training.step.remote_state import is_theirs
 from hybridtrain.updates.groups import Groups, differences, plain, untouched
 
 

@@ -1,0 +1,240 @@
+"""The parts of a strategy; its server and its world, made of them.
+
+Lightning's strategy and the public :class:`~hybridtrain.training.server.Server` are schemes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange, Requirements, combine, exchange_of
+from hybridtrain.memory import UpdateMaker
+from hybridtrain.monitoring.hang_detector import HangTimeout
+from hybridtrain.monitoring.watchdog import SlowReport, Watchdog, to_stderr
+from hybridtrain.options.strategy_arguments import StrategyArguments
+from hybridtrain.policies import Policy, make_policy
+from hybridtrain.recording.recorder import KINDS, RecordingServer
+from hybridtrain.recording.run_description import Recording, header
+from hybridtrain.recovery.failure_policy import Judge, OnFailure
+from hybridtrain.server.server import Server
+from hybridtrain.training.step.guard import OnFault
+from hybridtrain.updates.named import NamedUpdate, update_of
+from hybridtrain.updates.staleness import Correction, make_correction
+from hybridtrain.worker.device.cuda import forbids_fork
+from hybridtrain.worlds.local.process_world import OtherHosts, ProcessWorld
+
+
+class Workers(NamedTuple):
+    """How workers are started; ``threads``: of each, for torch."""
+
+    start_method: str
+    threads: int
+
+
+class Scheme:
+    """What a strategy is, besides a model and its data.
+
+    ``policy``, ``exchange``, ``update``, ``correction``: its parts. ``requirements``: what policy
+    and exchange rely on, once the number of workers is known.
+    """
+
+    policy: Policy
+    exchange: Exchange
+    update: NamedUpdate
+    correction: Correction | None
+    requirements: Requirements
+    start_method: str
+    threads_per_worker: int | Literal["auto"]
+    stop_grace_s: float
+    on_fault: OnFault
+    on_failure: OnFailure
+    patience: HangTimeout | None
+    recording: Recording | None
+
+    def choose(self, given: StrategyArguments) -> None:
+        """Make the parts.
+
+        Args:
+            given: options of a strategy that have been checked, its policy too.
+
+        Raises:
+            UserError: if a name is unknown, or parts contradict each other.
+        """
+        policy: Any = given["policy"]  # type: ignore[typeddict-item]
+        self.policy, self.correction = make_policy(policy), make_correction(given["correction"])
+        self.exchange = exchange_of(self.policy, given["exchange"])
+        self.update = update_of(self.exchange, given["update"])
+        self.requirements = Requirements()  # until the number of workers is known
+        self.start_method, self.stop_grace_s = given["start_method"], given["stop_grace_s"]
+        self.threads_per_worker = given["threads_per_worker"]
+        self.on_fault = OnFault(given["on_nonfinite"], given["on_oom"])
+        self.recording = Recording.at(given["record"])
+        merges = 1 if self.update.merge is None else self.update.merge.least
+        self.on_failure = OnFailure(
+            given["on_failure"], given["min_workers"], given["max_restarts"], merges
+        )
+        self.patience = HangTimeout.of(given["hang_timeout_s"])
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        raise NotImplementedError
+
+
+def check_parts(scheme: Scheme) -> None:
+    """Refuse options that contradict the parts; raises ``UserError``.
+
+    A sweep over strategies may keep a correction where it has no effect.
+    """
+    scheme.on_failure.check(scheme.world_size)
+    correction, wants = scheme.correction, scheme.requirements
+    if correction is not None and wants.whole_rounds:
+        warnings.warn(
+            f"correction={correction} was given, but under policy {scheme.policy} no gradient is "
+            "ever late, so it changes nothing",
+            stacklevel=2,
+        )
+    if correction is not None and wants.in_place:
+        raise UserError(
+            f"correction={correction} was given, but under hogwild no gradient is ever sent that "
+            "could be corrected; leave it out, or use strategy=async"
+        )
+    if wants.parameters == "own":
+        _check_own_parameters(scheme)
+
+
+def _check_own_parameters(scheme: Scheme) -> None:
+    """Check the options beside an exchange with own parameters in each worker."""
+    asked = f"exchange={scheme.exchange}"
+    fault, state = scheme.on_fault, "each worker's optimizer has a state of its own, which "
+    free = not scheme.requirements.whole_rounds
+    survives = ("continue", "restart", "stop") if free else ("stop",)
+    lost = "the others wait for the steps that it has made since the last exchange"
+    for name, choice, allowed, reason in (
+        ("on_failure", scheme.on_failure.choice, survives, lost),
+        (
+            "on_nonfinite",
+            fault.nonfinite,
+            ("auto", "raise"),
+            f"{state}would not be finite any more",
+        ),
+        ("on_oom", fault.oom, ("raise",), "a worker cannot take back its own steps"),
+    ):
+        if choice not in allowed:
+            raise UserError(
+                f"{name}={choice} was given with {asked}, but {reason}; use {name}={allowed[-1]}, "
+                "or exchange=gradient"
+            )
+    if scheme.correction is not None:
+        raise UserError(
+            f"correction={scheme.correction} was given with {asked}, but no gradient is handed "
+            "over that could be corrected; leave it out, or use exchange=gradient"
+        )
+
+
+# ---- the server of a run, and its world ---------------------------------------------------------
+
+
+def required(scheme: Scheme) -> Requirements:
+    """What policy and exchange rely on with so many workers.
+
+    Raises:
+        UserError: if they contradict each other.
+    """
+    return combine(deepcopy(scheme.policy), scheme.exchange, scheme.world_size)
+
+
+def serving(scheme: Scheme, records: bool, threads: int, server_threads: int) -> Server:
+    """The server of a run, which records its events if a record is wanted.
+
+    Args:
+        scheme: the strategy.
+        records: there is something to record.
+        threads: of each worker.
+        server_threads: of an update.
+    """
+    recording = scheme.recording
+    if recording is None or not records:
+        return make_server(scheme, server_threads, Server)
+    writer = recording.open()
+    said = header(scheme, threads, server_threads)
+    writer.tell({"header": {**said, "kinds": KINDS, "about": recording.about}})
+    return make_server(scheme, server_threads, partial(RecordingServer, writer))
+
+
+def make_server(scheme: Scheme, threads: int, kind: Callable[..., Server]) -> Server:
+    """The strategy's server, made by ``kind``; an update may use ``threads`` threads."""
+    policy, correction = deepcopy((scheme.policy, scheme.correction))
+    size, exchange = scheme.world_size, scheme.exchange
+    given = {"correction": correction, "exchange": exchange, "merge": scheme.update.merge}
+    return kind(policy, size, threads, **given)
+
+
+def world_of(
+    scheme: Scheme,
+    server: Server,
+    judge: Judge,
+    way: Workers,
+    places: Sequence[str],
+    meets: bool,
+    others: OtherHosts | None = None,
+) -> ProcessWorld:
+    """The processes of the workers, with a watchdog for hanging and slow ones."""
+    watchdog = Watchdog(scheme.patience, also=SlowReport(server.statistics.stats, to_stderr))
+    return ProcessWorld(
+        server,
+        scheme.world_size,
+        way.start_method,
+        way.threads,
+        scheme.stop_grace_s,
+        judge,
+        watchdog,
+        places,
+        meets,
+        others,
+    )
+
+
+def may_meet(scheme: Scheme) -> bool:
+    """Whether workers may make updates without the server."""
+    maker = scheme.requirements.maker
+    corrects = maker is UpdateMaker.ONE_BY_ONE and scheme.correction is not None
+    return maker.borrows and not corrects
+
+
+def resolve_start_method(method: str) -> str:
+    """Resolve ``auto``.
+
+    Raises:
+        UserError: if workers cannot be forked.
+    """
+    if method == "auto":
+        fork_is_safe = sys.platform.startswith("linux") and not forbids_fork()
+        return "fork" if fork_is_safe else "spawn"
+    if method == "fork" and forbids_fork():
+        raise UserError(
+            "start_method=fork was given, but CUDA is already initialised in this process, which "
+            "forked workers cannot use; do not touch CUDA before trainer.fit, or use "
+            "start_method=spawn"
+        )
+    return method
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_of_a_worker(scheme: Scheme, here: int) -> int:
+    """The user's number of threads, or a worker's share of the cores, of ``here`` on this host."""
+    wanted = scheme.threads_per_worker
+    return max(1, usable_cores() // here) if wanted == "auto" else wanted

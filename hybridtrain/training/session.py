@@ -1,0 +1,322 @@
+"""What a worker holds while it trains: its parameters in shared memory, its remote optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange, LocalExchange, Requirements
+from hybridtrain.exchanges.compression import Codec, codec_of
+from hybridtrain.memory import Layout, Store
+from hybridtrain.protocol.messages import Install
+from hybridtrain.training.step.accumulation import Accumulation
+from hybridtrain.training.step.gradient_step import GradientStep
+from hybridtrain.training.step.guard import Guard, OnFault
+from hybridtrain.training.step.in_place import in_place_step
+from hybridtrain.training.step.local_step import LocalStep
+from hybridtrain.training.step.shared_buffers import Named, SharedBuffers, room_for
+from hybridtrain.training.step.trained_parameters import (
+    dumped,
+    slot_numbers,
+    sparse_numbers,
+)
+from hybridtrain.training.step.worker_step import StepParts, WorkerStep
+from hybridtrain.updates.groups import calls_closure
+from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.worker.client import Client
+from hybridtrain.worker.finite import FiniteCheck
+from hybridtrain.worker.own_updates.own_steps import OwnSteps
+from hybridtrain.worker.replica import Replica
+from hybridtrain.worker.replica_cuda import open_replica
+from hybridtrain.worker.replica_own import OwnReplica
+
+# Makes the step of one of the optimizers, which has this number among them.
+MakeStep = Callable[[torch.optim.Optimizer, int, StepParts], WorkerStep]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, and what user code does with it.
+
+    Args:
+        named: the parameters, those of the optimizers first and group by group.
+        optimizers: as configured by the user.
+        buffers: of which all workers have the first one's.
+        sparse: numbers of parameters whose gradients are a few rows.
+        transport: float32 gradients are rounded to this dtype on their way; ``None``: they are not.
+        unseen: no user code looks at gradients between backward and step.
+        averages: all workers' gradients are averaged before they are handed over.
+        written: user code steps the parameters itself, without an optimizer.
+    """
+
+    named: Sequence[tuple[str, torch.nn.Parameter]]
+    optimizers: Sequence[torch.optim.Optimizer]
+    buffers: Named = field(default_factory=list)
+    sparse: Collection[int] = ()
+    transport: torch.dtype | None = None
+    unseen: bool = True
+    averages: bool = False
+    written: bool = False
+
+
+class WorkerSession:
+    """Moves parameters into shared memory and their optimizers' steps to the server.
+
+    Args:
+        client: to the server.
+        trained: what is trained.
+        requirements: what policy and exchange let everybody rely on.
+        exchange: what workers hand over.
+        update: how the masters move.
+        on_fault: what to do where there is no contribution to make.
+    """
+
+    replica: Replica  # this worker's side of the parameters
+    _make_step: MakeStep
+
+    def __init__(
+        self,
+        client: Client,
+        trained: Trained,
+        requirements: Requirements,
+        exchange: Exchange,
+        update: NamedUpdate,
+        on_fault: OnFault,
+    ) -> None:
+        self._client, self._trained = client, trained
+        self._optimizers = list(trained.optimizers)
+        self._parameters = [parameter for _, parameter in trained.named]
+        self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
+        self._requirements, self._update = requirements, update
+        room = room_for(trained.buffers)
+        sends = not trained.written
+        layout = Layout.of(trained.named, room, trained.transport, sends, trained.sparse)
+        meets = self._may_meet(exchange)
+        self._store = store = client.shared_store(layout, requirements, trained.averages, meets)
+        self._publish()
+        client.gather("initial parameters", None)
+        store.refresh(client.worker)
+        self.buffers = SharedBuffers(trained.buffers, store, client) if trained.buffers else None
+        self.share_buffers()
+        client.own = OwnSteps.of(client.worker, store)
+        self.steps: list[WorkerStep] = []
+        self.replica, self._make_step = exchange.worker_steps(self)
+        self.guard = self._make_guard(on_fault, FiniteCheck(store, client.worker), layout)
+        self._gathered = Accumulation()
+
+    def _make_guard(self, on_fault: OnFault, check: FiniteCheck, layout: Layout) -> Guard:
+        """What looks at gradients before they are handed over."""
+        return Guard(on_fault, check, layout, lambda: f"worker {self._client.worker}")
+
+    @property
+    def final(self) -> bool:
+        """Whether gradients stay what backward has made them until the server has them."""
+        return self._trained.unseen and not self._requirements.steps_in_worker
+
+    def _may_meet(self, exchange: Exchange) -> bool:
+        """Whether an update is one gradient, on the host, stepped by the user's only optimizer."""
+        host = self._parameters[0].device.type == "cpu" and codec_of(exchange) is None
+        only = len(self._optimizers) == 1 and self._update.is_users
+        return host and self._trained.unseen and only
+
+    # ---- the ways to step, of which the exchange calls one: ``Ways`` in exchanges/exchange.py ----
+
+    def hand_over_gradients(self, codec: Codec | None) -> tuple[Replica, MakeStep]:
+        """Raises ``UserError`` if an optimizer compares losses, whose gradients are rounded."""
+        for optimizer in () if codec is None else self._optimizers:
+            if calls_closure(optimizer):
+                raise UserError(
+                    f"exchange.compress={codec} was given with {type(optimizer).__name__}, which "
+                    "evaluates its closure several times in a step and compares the losses, so "
+                    "its gradients must not be rounded; leave it out, or use SGD or Adam"
+                )
+        client, store = self._client, self._store
+        replica = open_replica(self._parameters, store, client.worker, self.final, codec)
+        client.meanwhile = replica.meanwhile
+        client.meet(store, lambda: [(step.optimizer, step.numbers) for step in self.steps])
+        return replica, GradientStep
+
+    def write_to_masters(self, private_state: bool) -> tuple[Replica, MakeStep]:
+        """Workers step the masters themselves."""
+        replica = open_replica(self._parameters, self._store, self._client.worker, False)
+        return replica, partial(in_place_step, self._trained.written, private_state)
+
+    def step_own_parameters(self, exchange: LocalExchange) -> tuple[Replica, MakeStep]:
+        """Workers step parameters of their own."""
+        keeps = exchange.keeps or self._requirements.whole_rounds
+        replica = OwnReplica(self._parameters, self._store, self._client.worker, keeps)
+        return replica, partial(LocalStep, replica=replica, exchange=exchange)
+
+    # ---- the beginning of training --------------------------------------------------------------
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """The first worker's parameters become the masters."""
+        if not self._client.is_leader or self._client.joins:
+            return
+        for parameter, slot in zip(self._parameters, self._store.layout.slots, strict=True):
+            self._store.master(slot).copy_(parameter)
+
+    def share_buffers(self, accumulating: bool = False) -> None:
+        """All have worker 0's buffers now; all must call it."""
+        if self.buffers is not None:
+            self.buffers.meet(accumulating)
+
+    def begin(self, version: int, last: int | None = None) -> None:
+        """Training begins: the server takes the optimizers over, with the state they have now.
+
+        Args:
+            version: updates so far.
+            last: the largest version, if the server enforces one.
+        """
+        self._publish()  # user code may have loaded weights
+        if self.buffers is not None:
+            if self._client.joins:  # it has those of a worker in the middle of a step
+                self.buffers.put_back(version)
+            self.buffers.keep(version)
+        numbers = self._hand_over(version, last)
+        self.replica.writes()  # published already
+        self.replica.refresh()
+        self.replica.forget()
+        self._is_handed_over()
+        self.replica.follow(n for each in numbers for n in each)
+        self.replica.keep_sparse(sparse_numbers(self._optimizers, numbers))
+
+    def _hand_over(self, version: int, last: int | None = None) -> list[tuple[int, ...]]:
+        """Put remote controls into the optimizers; returns their slot numbers.
+
+        Those that have one already (where only others were replaced) stay as they are, here and in
+        the server.
+        """
+        numbers = [slot_numbers(optimizer, self._number_of) for optimizer in self._optimizers]
+        known = {id(step): n for n, step in enumerate(self.steps)}
+        steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
+        payload = tuple(
+            known[id(step)]
+            if id(step) in known
+            else dumped(self._masters_of(optimizer), self._number_of)
+            for step, optimizer in zip(steps, self._optimizers, strict=True)
+        )
+        mine = payload if self._client.is_leader else ()
+        self._client.install(Install(mine, version, last))
+        parts = self._parts()
+        self.steps = [self._step_of(n, o, parts) for n, o in enumerate(self._optimizers)]
+        return numbers
+
+    def _masters_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What steps the masters, with the state that it has when training begins."""
+        return self._update.beside(optimizer, self._requirements.own_state)
+
+    def _is_handed_over(self) -> None:
+        """The server has the optimizers, and the worker's parameters are the masters."""
+
+    def _parts(self) -> StepParts:
+        return StepParts(
+            self._client,
+            self.replica,
+            self.guard,
+            self._update,
+            self._requirements,
+            self._number_of,
+            self._gathered,
+            self.buffers,
+            averaged=self._trained.averages,
+            manual=True,
+            released=lambda version: None,
+            goes_ahead=False,
+            endless=True,
+            only=len(self._optimizers) == 1,
+        )
+
+    def _step_of(
+        self, number: int, optimizer: torch.optim.Optimizer, parts: StepParts
+    ) -> WorkerStep:
+        """The step of one optimizer: a new one, unless the optimizer has one of this session."""
+        step = vars(optimizer).get("step")
+        if not isinstance(step, WorkerStep) or step not in self.steps:
+            step = self._make_step(optimizer, number, parts)
+            optimizer.step = step  # type: ignore[method-assign]
+            # Or a fused one is taken to unscale gradients in its step, which is sent away.
+            vars(optimizer)["_step_supports_amp_scaling"] = False
+        step.renumber(number, parts.only)
+        return step
+
+    def close(self) -> None:
+        """Training is over: states lie in host memory."""
+        for step in self.steps:
+            step.close()
+        self._client.meanwhile = None
+        self.replica.close()
+
+    # ---- in training ----------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store:
+        """The shared memory."""
+        return self._store
+
+    @property
+    def has_own_parameters(self) -> bool:
+        """Whether this worker's optimizers move parameters of its own."""
+        return self._requirements.parameters == "own"
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether a checkpoint needs something of each worker."""
+        return self.has_own_parameters or self.replica.encoder is not None
+
+    @property
+    def shows_masters(self) -> bool:
+        """Whether the module has them instead of this worker's own parameters."""
+        return self.replica.shows_masters
+
+    def put_back(self) -> None:
+        """Training goes on: what the module had for others to see is put away."""
+        self.replica.put_back()
+
+    def begin_samples(self, samples: float, together: float | None = None) -> None:
+        """A mini-batch begins, whose gradients add up until the next step.
+
+        Args:
+            samples: in it.
+            together: samples of all workers in this step, if that is known.
+        """
+        self.put_back()
+        self._gathered.begin(samples, together)
+
+    def pull(self) -> int:
+        """Bring the parameters up to date; their version."""
+        self._client.settle()
+        version = self._client.pull(self.replica.writes())
+        self.replica.refresh()
+        return version
+
+    def sit_out(self) -> None:
+        """The others make a step for which this worker has no data."""
+        self.put_back()
+        for step in self.steps if self.has_own_parameters else ():
+            step.skip()
+
+    @property
+    def owes(self) -> bool:
+        """Whether the masters lack steps that all workers have made since the last exchange.
+
+        Who goes on from a checkpoint that one worker makes alone now does them again.
+        """
+        return self._requirements.whole_rounds and any(step.owes for step in self.steps)
+
+    def flush(self, ends: bool = False) -> None:
+        """Hand over what this worker's own steps have come to, where all do so."""
+        self.put_back()  # a checkpoint may have been made since the last step
+        for step in self.steps:
+            step.flush(ends)
+
+    def await_turn(self) -> int:
+        """Wait until no other worker computes, and the parameters are the newest; their version."""
+        version = self._client.begin(self.replica.writes())
+        self.replica.refresh()
+        return version

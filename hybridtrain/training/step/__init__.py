@@ -1,0 +1,1 @@
+"""A worker's steps, one kind for each way that an exchange can choose."""
