@@ -21,9 +21,18 @@ if TYPE_CHECKING:
     from hybridtrain.cli.telemetry.progress import PlainProgress
     from hybridtrain.lightning.step_profiler import StepProfiler
     from hybridtrain.lightning.strategy import HybridStrategy
+    from hybridtrain.training.server import Server
+    from hybridtrain.training.worker import Worker
 
 __version__ = "0.1.0"
-__all__ = ["HybridStrategy", "PlainProgress", "StepProfiler", "__version__"]
+__all__ = [
+    "HybridStrategy",
+    "PlainProgress",
+    "Server",
+    "StepProfiler",
+    "Worker",
+    "__version__",
+]
 
 register_strategies()
 decide_by_environment()
@@ -32,7 +41,9 @@ decide_by_environment()
 _LATER = {
     "HybridStrategy": "hybridtrain.lightning.strategy",
     "PlainProgress": "hybridtrain.cli.telemetry.progress",
+    "Server": "hybridtrain.training.server",
     "StepProfiler": "hybridtrain.lightning.step_profiler",
+    "Worker": "hybridtrain.training.worker",
 }
 
 

@@ -48,16 +48,27 @@ class LightningArguments(TypedDict, total=False):
     precision_plugin: Any
 
 
-class StrategyArguments(LightningArguments, total=False):
-    """Options of :class:`hybridtrain.HybridStrategy` besides the policy; it says what each does."""
+class SchemeArguments(TypedDict, total=False):
+    """Options that need no Lightning: of :class:`hybridtrain.Server` as well."""
 
     exchange: Named | None
     update: Named | None
     correction: Named | None
-    workers_per_device: Workers
     start_method: Literal["auto", "fork", "spawn", "forkserver"]
     threads_per_worker: Threads | Literal["auto"]
     stop_grace_s: NotNegative
+    on_nonfinite: Literal["auto", "raise", "drop", "skip_step"]
+    on_failure: Literal["stop", "continue", "restart"]
+    min_workers: Workers
+    max_restarts: Natural | None
+    hang_timeout_s: Above0 | Literal["auto"] | None
+    record: str | Path | None
+
+
+class StrategyArguments(LightningArguments, SchemeArguments, total=False):
+    """Options of :class:`hybridtrain.HybridStrategy` besides the policy; it says what each does."""
+
+    workers_per_device: Workers
     device_memory_fraction: Annotated[float, Range(0, 1, "(")] | None
     transport_dtype: Literal["bf16"] | None
     num_samples_key: str | int | None
@@ -65,15 +76,9 @@ class StrategyArguments(LightningArguments, total=False):
     iterable: Literal["deal", "own"] | None
     keep_order: bool
     data_shards: Shards | None
-    on_nonfinite: Literal["auto", "raise", "drop", "skip_step"]
     on_oom: Literal["raise", "drop", "skip_step"]
-    on_failure: Literal["stop", "continue", "restart"]
-    min_workers: Workers
-    max_restarts: Natural | None
-    hang_timeout_s: Above0 | Literal["auto"] | None
     faults: Sequence[Any] | None
     hosts_key: str | None
-    record: str | Path | None
     checkpoint: Literal["blocking", "background"]
 
 

@@ -206,6 +206,35 @@ def changed_versions(record: Record) -> list[str]:
     ]
 
 
+_GO_ON = "to replay it nevertheless, say anyway=true"
+
+
+def check_replayable(record: Record, strategy: Recorded, anyway: bool) -> None:
+    """Check that a run was made by the same strategy and code; ``anyway``: by the same strategy.
+
+    Raises:
+        UserError: if not, naming what differs; or if the run cannot be replayed.
+    """
+    if record.in_place:
+        raise UserError(
+            f"the run's policy was {record.header['policy']}, under which workers write to the "
+            "parameters whenever they like; nobody knows the order, so it cannot be replayed"
+        )
+    if strategy.world_size != record.n_workers:
+        raise UserError(
+            f"the run had {record.n_workers} workers, and {strategy.world_size} were given; give "
+            "as many (of a trainer: the same devices and workers_per_device)"
+        )
+    for name, then in record.strategy.items():
+        if (given := repr(getattr(strategy, name))) != then:
+            raise UserError(
+                f"the run's {name} was {then}, and {given} was given; give the same strategy"
+            )
+    found = [*changed_code(record), *changed_versions(record)]
+    if found and not anyway:
+        raise UserError(f"{'; '.join(found)}; {_GO_ON}")
+
+
 # ---- data ---------------------------------------------------------------------------------------
 
 
@@ -296,3 +325,13 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
             yield f"{which}: {here.get('length')} items, {there.get('length')} in the run"
         else:
             yield f"{which}: items have another content than in the run"
+
+
+def check_same_data(record: Record, anyway: bool, said: Mapping[str, Any]) -> None:
+    """Check that the data that worker 0 describes are the record's, unless ``anyway``.
+
+    Raises:
+        UserError: naming what differs.
+    """
+    if (found := list(differences(record.told, said))) and not anyway:
+        raise UserError(f"{'; '.join(found)}; {_GO_ON}")

@@ -185,9 +185,11 @@ def world_of(
     places: Sequence[str],
     meets: bool,
     others: OtherHosts | None = None,
+    report: SlowReport | None = None,
 ) -> ProcessWorld:
     """The processes of the workers, with a watchdog for hanging and slow ones."""
-    watchdog = Watchdog(scheme.patience, also=SlowReport(server.statistics.stats, to_stderr))
+    report = report or SlowReport(server.statistics.stats, to_stderr)
+    watchdog = Watchdog(scheme.patience, also=report)
     return ProcessWorld(
         server,
         scheme.world_size,

@@ -6,7 +6,7 @@ if sent to its own process, and runs Lightning's loops on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -25,9 +25,8 @@ from hybridtrain.recording.recorder import Stamp
 from hybridtrain.recording.replayer import Replayed, Replayer
 from hybridtrain.recording.run_description import (
     Recording,
-    changed_code,
-    changed_versions,
-    differences,
+    check_replayable,
+    check_same_data,
 )
 from hybridtrain.recording.virtual_rerun import Rehearsal
 from hybridtrain.server.server import Server
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
 
 T = TypeVar("T")
-_GO_ON = "to replay it nevertheless, say anyway=true"
 
 
 class InProcessRunner(Generic[T]):
@@ -175,12 +173,7 @@ def _rerun(
     record: Record, anyway: bool, server: Server, stamp: Stamp, bodies: Sequence[Body]
 ) -> tuple[Replayed, list[Any]]:
     """Replay the record; ``anyway``: also with other data."""
-
-    def check_data(said: Mapping[str, Any]) -> None:
-        found = list(differences(record.told, said))
-        if found and not anyway:
-            raise UserError(f"{'; '.join(found)}; {_GO_ON}")
-
+    check_data = partial(check_same_data, record, anyway)
     report, results = Replayer(record, server, stamp, check_data, CELLS).run(bodies)
     return report, results if report.equal and results[0] is not None else []
 
@@ -189,25 +182,7 @@ def _check(record: Record, trainer: pl.Trainer, anyway: bool) -> None:
     strategy, kind = context_if_ours(trainer), type(strategy_of(trainer)).__name__
     if strategy is None:
         raise UserError(f"{kind} was given, but only runs of HybridStrategy are replayed")
-    if record.in_place:
-        raise UserError(
-            f"the run's policy was {record.header['policy']}, under which workers write to the "
-            "parameters whenever they like; nobody knows the order, so it cannot be replayed"
-        )
-    if strategy.world_size != record.n_workers:
-        raise UserError(
-            f"the run had {record.n_workers} workers, and {strategy.world_size} were given; make "
-            "the trainer with the same devices and workers_per_device"
-        )
-    for name, then in record.strategy.items():
-        if (given := repr(getattr(strategy, name))) != then:
-            raise UserError(
-                f"the run's {name} was {then}, and {given} was given; make the "
-                "trainer with the same strategy"
-            )
-    found = [*changed_code(record), *changed_versions(record)]
-    if found and not anyway:
-        raise UserError(f"{'; '.join(found)}; {_GO_ON}")
+    check_replayable(record, strategy, anyway)
 
 
 # ---- under another policy, in virtual time -------------------------------------------------------

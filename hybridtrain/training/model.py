@@ -1,0 +1,186 @@
+"""What is trained: an array, a tensor, a dict of them, or a module; as named torch parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.memory import overlapping
+from hybridtrain.training.step.trained_parameters import ordered_parameters
+from hybridtrain.util.option_types import hint, shown
+
+ALONE = "parameters"  # the name of an array that is given alone
+
+
+class Model:
+    """A user's model in one process.
+
+    Args:
+        given: a numpy array or torch tensor, a mapping of names to them, or a module.
+
+    Raises:
+        UserError: if something else is given, or something that has no gradient.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.module = given if isinstance(given, torch.nn.Module) else None
+        self._arrays = {} if self.module is not None else _arrays(given)
+        if self.module is not None:
+            self.named = list(self.module.named_parameters())
+            if found := overlapping(self.module.named_parameters(remove_duplicate=False)):
+                raise UserError(
+                    f"the parameters {found[0]} and {found[1]} share memory, and would come apart "
+                    "in shared memory; clone one, or tie them by one torch.nn.Parameter"
+                )
+        else:
+            self.named = [(n, torch.nn.Parameter(_tensor(a))) for n, a in self._arrays.items()]
+        self.numbers = {name: number for number, (name, _) in enumerate(self.named)}
+
+    def ordered(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters, those of the optimizer first, as they are laid out."""
+        if self.module is None:
+            return self.named
+        return ordered_parameters(self.module, [optimizer])
+
+    @property
+    def visible(self) -> Any:
+        """The model in the form in which it was given, with the parameters as they are now."""
+        if self.module is not None:
+            return self.module
+        seen = {name: self._as_given(name, p) for name, p in self.named}
+        return seen if isinstance(self.given, Mapping) else seen[ALONE]
+
+    def _as_given(self, name: str, parameter: torch.nn.Parameter) -> Any:
+        return parameter if isinstance(self._arrays[name], torch.Tensor) else parameter.data.numpy()
+
+    @torch.no_grad()
+    def take(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write these values into the arrays that the user has given."""
+        for name, parameter in self.named:
+            parameter.data.copy_(values[name])
+            given = self._arrays.get(name)
+            if isinstance(given, torch.Tensor):
+                given.copy_(values[name])
+            elif given is not None:
+                given[...] = values[name].numpy()
+
+    def copies(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """Values in the form in which the model was given; a module's by name."""
+        plain = {name: each.clone() for name, each in values.items()}
+        if self.module is not None:
+            return plain
+        seen = {
+            name: each if isinstance(self._arrays[name], torch.Tensor) else each.numpy()
+            for name, each in plain.items()
+        }
+        return seen if isinstance(self.given, Mapping) else seen[ALONE]
+
+    # ---- gradients ------------------------------------------------------------------------------
+
+    def set_gradients(self, given: Any) -> None:
+        """Let the parameters have these gradients.
+
+        Args:
+            given: in the form of the model: an array, or a mapping of names to them. An array may
+                be dense, a sparse tensor, or the pair (row numbers, their values).
+
+        Raises:
+            UserError: if names or shapes are not the model's.
+        """
+        if not isinstance(given, Mapping):
+            if len(self.named) != 1:
+                raise UserError(
+                    f"gradients of type {type(given).__name__} were pushed; give a mapping of "
+                    f"the names {', '.join(self.numbers)} to arrays, or None to abstain"
+                )
+            given = {self.named[0][0]: given}
+        for name in given:
+            if name not in self.numbers:
+                known = ", ".join(self.numbers)
+                raise UserError(
+                    f"a gradient of {shown(name)} was pushed{hint(str(name), self.numbers)}; the "
+                    f"model has {known}"
+                )
+        for name, parameter in self.named:
+            value = given.get(name)
+            parameter.grad = None if value is None else _gradient(name, value, parameter)
+
+
+def _arrays(given: Any) -> dict[str, Any]:
+    found = dict(given) if isinstance(given, Mapping) else {ALONE: given}
+    if not found:
+        raise UserError("the model has no parameters; give an array, a dict of them, or a module")
+    for name, array in found.items():
+        what = "model" if name == ALONE else f"parameter {name!r}"
+        if not isinstance(array, np.ndarray | torch.Tensor):
+            raise UserError(
+                f"{what}: {shown(array)} was given; give a numpy array, a torch tensor, a dict of "
+                "them, or a torch.nn.Module"
+            )
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype if _is_known(array) else None
+        dtype = array.dtype if isinstance(array, torch.Tensor) else dtype
+        if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+            raise UserError(f"{what} is of {array.dtype}, which has no gradient; use float32")
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise UserError(f"{what} cannot be written to; give a copy of it")
+        if isinstance(array, torch.Tensor) and (array.device.type != "cpu" or array.is_sparse):
+            raise UserError(f"{what} lies on {array.device}; give dense tensors in host memory")
+    return found
+
+
+def _is_known(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype.kind in "fc" and array.dtype.itemsize <= 16
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """A copy of its own."""
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(array).copy().reshape(array.shape))
+    return array.detach().clone()
+
+
+def _gradient(name: str, value: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
+    shape = tuple(parameter.shape)
+    if isinstance(value, tuple) and len(value) == 2:
+        return _rows(name, value, parameter)
+    if hasattr(value, "tocoo"):  # scipy's
+        matrix = value.tocoo()
+        where = torch.from_numpy(np.stack([matrix.row, matrix.col]).astype(np.int64))
+        value = torch.sparse_coo_tensor(where, torch.from_numpy(matrix.data), matrix.shape)
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+        except TypeError:
+            raise UserError(
+                f"the gradient of {name} is {shown(value)}; give a numpy array or a torch tensor"
+            ) from None
+    if tuple(value.shape) != shape:
+        raise UserError(
+            f"the gradient of {name} has the shape {tuple(value.shape)}, and the parameter {shape}"
+        )
+    return value.detach().to(parameter.dtype)
+
+
+def _rows(name: str, value: Sequence[Any], parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A sparse gradient of some rows."""
+    numbers, values = np.asarray(value[0]), value[1]
+    dense = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.asarray(values))
+    n_rows, *rest = parameter.shape or (0,)
+    if numbers.ndim != 1 or tuple(dense.shape) != (len(numbers), *rest):
+        raise UserError(
+            f"the gradient of {name} has {numbers.size} row numbers and values of the shape "
+            f"{tuple(dense.shape)}, which must be {(numbers.size, *rest)}"
+        )
+    if len(numbers) and not (numbers.min() >= 0 and numbers.max() < n_rows):
+        raise UserError(
+            f"the gradient of {name} has rows {numbers.min()} to {numbers.max()}, and the "
+            f"parameter has {n_rows}"
+        )
+    where = torch.from_numpy(numbers.astype(np.int64))[None]
+    sparse = torch.sparse_coo_tensor(where, dense.detach().to(parameter.dtype), parameter.shape)
+    return sparse.coalesce()

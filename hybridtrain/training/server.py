@@ -1,0 +1,390 @@
+"""The public server: trains arrays or a module with several workers, without Lightning."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange, exchange_of
+from hybridtrain.monitoring.watchdog import SlowReport, to_stderr
+from hybridtrain.options.strategy_arguments import DEFAULTS, SchemeArguments, checked, unknown
+from hybridtrain.policies import POLICIES, make_policy
+from hybridtrain.recording import find_record, read_record
+from hybridtrain.recording.recorder import Stamp
+from hybridtrain.recording.replayer import Replayed, Replayer
+from hybridtrain.recording.run_description import check_replayable, check_same_data
+from hybridtrain.recording.virtual_rerun import Rehearsal
+from hybridtrain.recovery.failure_policy import Judge
+from hybridtrain.schemes import SCHEMES, parts_of
+from hybridtrain.server import server as inner
+from hybridtrain.training.data import Data
+from hybridtrain.training.model import Model
+from hybridtrain.training.scheme import (
+    Scheme,
+    Workers,
+    check_parts,
+    make_server,
+    may_meet,
+    required,
+    resolve_start_method,
+    serving,
+    threads_of_a_worker,
+    usable_cores,
+    world_of,
+)
+from hybridtrain.training.worker import Epochs, Job, MakeOptimizer, Worker, work
+from hybridtrain.updates import Saved
+from hybridtrain.updates.groups import needs_closure
+from hybridtrain.updates.named import KNOWN, MEAN, SUM, make_update
+from hybridtrain.util.option_types import (
+    Named,
+    Positive,
+    check,
+    check_names,
+    checked_choice,
+    hints,
+    name_of,
+    shown,
+)
+from hybridtrain.worker.client import Client
+from hybridtrain.worlds.local.cpu_scheduling import one_thread
+from hybridtrain.worlds.local.signals import Interrupted
+from hybridtrain.worlds.virtual.service_times import ServiceTimes, Times
+
+T = TypeVar("T")
+Body = Callable[[Worker], Any]
+_RUN = {"workers": Positive, "batch_size": Positive, "epochs": Positive}
+
+
+class Server(Scheme):
+    """Trains numpy arrays, torch tensors or a module with several processes.
+
+    ``with Server({"w": np.zeros(5)}, "async", update={"name": "sgd", "lr": 0.1}) as server:``
+    ``server.run(body, workers=2, data=x)``
+
+    Args:
+        model: a numpy array or torch tensor, a dict of them, or a ``torch.nn.Module``, in host
+            memory. A run writes its result into them.
+        strategy: a name of the table of strategies (``"async"``, ``"diloco"``).
+        policy: when a gradient counts, in place of the strategy's: a name, a mapping with its name
+            and parameters, or an object; see :class:`hybridtrain.HybridStrategy`.
+        optimizer: the optimizer that steps the masters, or under an exchange of own parameters
+            (``local_sgd``) each worker's: a name of ``torch.optim``, a mapping with its name and
+            arguments, or a function that makes one for a list of parameters. If it is left out,
+            ``update`` is taken, where that is an optimizer.
+        **options: ``exchange``, ``update``, ``correction``, ``start_method``,
+            ``threads_per_worker``, ``stop_grace_s``, ``on_nonfinite``, ``on_failure``,
+            ``min_workers``, ``hang_timeout_s`` and ``record``, as for
+            :class:`hybridtrain.HybridStrategy`.
+
+    Raises:
+        UserError: if the model, an option or a name is not allowed, naming it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        strategy: str = "hybrid",
+        *,
+        policy: Named | None = None,
+        optimizer: Named | Callable[..., torch.optim.Optimizer] | None = None,
+        **options: Unpack[SchemeArguments],
+    ) -> None:
+        check_names("strategy=", [strategy], [*POLICIES, *SCHEMES])
+        for name in options:
+            if name not in hints(SchemeArguments):
+                raise UserError(_unknown(name, options))
+        chosen = {} if policy is None else {"policy": policy}
+        given = checked({**parts_of(strategy), **chosen, **options})
+        exchange = exchange_of(make_policy(given["policy"]), given["exchange"])  # type: ignore[typeddict-item]
+        steps, update = _who_steps(exchange, optimizer, given["update"])
+        self.choose({**given, "update": update})
+        self._make, self._model = _maker(steps), Model(model)
+        self._n_workers = 1
+        self._serving: inner.Server | None = None  # during a run
+        self._version = 0  # after former runs
+        self._state: Saved | None = None
+        self._stats: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Nothing is left to close: no process outlives a run."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers of the last run."""
+        return self._n_workers
+
+    @property
+    def model(self) -> Any:
+        """What was given, with the result of the last run; during a run, copies of the masters."""
+        server = self._serving
+        masters = {} if server is None else self._masters(server)
+        return self._model.copies(masters) if masters else self._model.given
+
+    def stats(self) -> dict[str, Any]:
+        """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run."""
+        return self._stats if self._serving is None else self._serving.statistics.stats()
+
+    # ---- runs -----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        body: Body,
+        workers: int = 1,
+        data: Any = None,
+        batch_size: int = 32,
+        epochs: int = 1,
+        seed: int | None = 0,
+        drop_last: bool = False,
+        on_progress: Callable[[dict[str, Any]], object] | None = None,
+    ) -> list[Any]:
+        """Run ``body(worker)`` in so many processes, and serve them; returns their results.
+
+        Args:
+            body: computes gradients; see :class:`hybridtrain.Worker`.
+            workers: W.
+            data: an array, a tuple or dict of arrays of one length, a sequence or data set, an
+                iterable (which is read into memory once), or a number of samples; ``None``: the
+                body goes by no data of the run's.
+            batch_size: samples of one mini-batch of one worker.
+            epochs: passes over the data.
+            seed: of the order of samples; ``None``: in their own order.
+            drop_last: leave out what is no full mini-batch at the end of an epoch.
+            on_progress: is called about once a second with :meth:`stats`.
+
+        Raises:
+            UserError: if an argument is not allowed, or gradients do not fit the model.
+            BaseException: of the first body that fails.
+        """
+        job = self._job(body, workers, data, batch_size, epochs, seed, drop_last)
+        start, threads = resolve_start_method(self.start_method), threads_of_a_worker(self, workers)
+        in_update = usable_cores() if self.requirements.whole_rounds else 1
+        server = self._serving = serving(self, True, threads, in_update)
+        way, judge = Workers(start, threads), Judge(self.on_failure)
+        report = _Progress(server.statistics.stats, on_progress)
+        world = world_of(self, server, judge, way, (), may_meet(self), report=report)
+        try:
+            return world.run(partial(work, job))
+        except Interrupted as interruption:
+            if interruption.signum != signal.SIGINT:
+                sys.exit(128 + interruption.signum)
+            raise KeyboardInterrupt from None
+        finally:
+            self._conclude(server)
+
+    def replay(
+        self, record: str | Path, body: Body, data: Any = None, anyway: bool = False, **run: Any
+    ) -> Replayed:
+        """Repeat a recorded run in this process, to the bit.
+
+        Args:
+            record: that ``record=`` has written.
+            body: as in the run.
+            data: as in the run.
+            anyway: also if code, versions or data have changed.
+            **run: other arguments of :meth:`run`.
+
+        Raises:
+            UserError: if something differs from the run, naming it.
+        """
+        known = read_record(find_record(Path(record)))
+        job = self._job(body, known.n_workers, data, **run)
+        check_replayable(known, self, anyway)
+        stamp, threads = Stamp(), int(known.header["server_threads"])
+        server = make_server(self, threads, partial(inner.Server, clock=stamp))
+        replayer = Replayer(known, server, stamp, partial(check_same_data, known, anyway))
+        return self._in_process(server, lambda: replayer.run(self._bodies(job))[0])
+
+    def simulate(
+        self,
+        body: Body,
+        workers: int = 1,
+        data: Any = None,
+        times: Times = ServiceTimes(),  # noqa: B008
+        times_seed: int = 0,
+        **run: Any,
+    ) -> list[Any]:
+        """As :meth:`run`, in this process and in virtual time; :meth:`stats` has its figures.
+
+        Args:
+            body: its gradients are computed one after the other.
+            workers: W.
+            data: as for :meth:`run`.
+            times: how long each gradient takes, in virtual seconds.
+            times_seed: of their random numbers.
+            **run: other arguments of :meth:`run`.
+        """
+        job = self._job(body, workers, data, **run)
+        stamp = Stamp()
+        server = make_server(self, 1, partial(inner.Server, clock=stamp))
+        streams = [times.stream(worker, times_seed) for worker in range(workers)]
+        rehearsal = Rehearsal(server, stamp, 1, streams)
+        return self._in_process(server, lambda: rehearsal.run(self._bodies(job)))
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _job(
+        self,
+        body: Body,
+        workers: int,
+        data: Any = None,
+        batch_size: int = 32,
+        epochs: int = 1,
+        seed: int | None = 0,
+        drop_last: bool = False,
+    ) -> Job:
+        """What every worker gets, once all of it has been checked."""
+        for name, value in {"workers": workers, "batch_size": batch_size, "epochs": epochs}.items():
+            check(name, value, _RUN[name])
+        if not callable(body):
+            raise UserError(f"body={shown(body)} was given; give a function of a worker")
+        self._n_workers = workers
+        self.requirements = required(self)
+        check_parts(self)
+        if (check_tensors := getattr(self.exchange, "check_tensors", None)) is not None:
+            check_tensors(sum(parameter.requires_grad for _, parameter in self._model.named))
+        of_data = None if data is None else Data(data)
+        return Job(
+            body,
+            self._model.given,
+            self._make,
+            self.requirements,
+            self.exchange,
+            self.update,
+            self.on_fault,
+            None if of_data is None else Epochs(of_data, batch_size, epochs, seed, drop_last),
+            self._version,
+            self._state,
+            self.recording is not None,
+            self.on_failure.choice != "stop",
+        )
+
+    def _bodies(self, job: Job) -> list[Callable[[Client], Any]]:
+        """One for each worker that shares this process, with a model of its own."""
+        given = [deepcopy(job.model) for _ in range(self._n_workers)]
+        return [partial(work, replace(job, model=each, recorded=True)) for each in given]
+
+    def _in_process(self, server: inner.Server, run: Callable[[], T]) -> T:
+        self._serving = server
+        try:
+            with one_thread():
+                return run()
+        finally:
+            server.close()
+            self._conclude(server)
+
+    def _masters(self, server: inner.Server) -> dict[str, torch.Tensor]:
+        """By name; none before parameters have been shared."""
+        store = server.store
+        slots = () if store is None else store.layout.slots
+        return {} if store is None else {slot.name: store.master(slot) for slot in slots}
+
+    def _conclude(self, server: inner.Server) -> None:
+        """Keep the result of a run, however it has ended."""
+        self._serving, self._stats = None, server.statistics.stats()
+        if not (masters := self._masters(server)):
+            return
+        self._model.take(masters)
+        self._version = server.version
+        if server.failure is None and server.optimizers.updates:
+            self._state = server.optimizers.updates[0].state()
+
+
+class _Progress(SlowReport):
+    """Reports a slow worker once, and the statistics at each look."""
+
+    def __init__(
+        self,
+        stats: Callable[[], dict[str, Any]],
+        tell: Callable[[dict[str, Any]], object] | None,
+    ) -> None:
+        super().__init__(stats, to_stderr)
+        self._tell, self._now = tell, stats
+
+    def look(self, *least_s: float) -> None:
+        super().look(*least_s)
+        if self._tell is not None:
+            self._tell(self._now())
+
+
+# ---- which optimizer steps ----------------------------------------------------------------------
+
+
+def _who_steps(exchange: Exchange, optimizer: Any, update: Any) -> tuple[Any, Any]:
+    """The optimizer of the workers, or of the masters if workers step none; and the update.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if optimizer is not None:
+        return optimizer, update
+    if exchange.parameters != "own":
+        if name_of(update) in KNOWN:
+            return update, None
+        if name_of(update) in (MEAN, SUM):
+            return {"name": "sgd", "lr": 1.0}, update  # its rate is not used
+        make_update(update)  # refuses what there is not
+    raise UserError(
+        f"no optimizer was given{'' if update is None else f', and update={shown(update)}'}; "
+        'give optimizer={"name": "sgd", "lr": 0.1}, or a function that makes one for a list of '
+        "parameters"
+    )
+
+
+def _maker(given: Any) -> MakeOptimizer:
+    """Makes the optimizer for a list of parameters.
+
+    Raises:
+        UserError: if there is no such name or argument.
+    """
+    if callable(given):
+        return partial(_made_by, given)
+    name, options = checked_choice("optimizer", given, KNOWN)
+    make = partial(_named, name, options)
+    make([torch.nn.Parameter(torch.zeros(1))])
+    return make
+
+
+def _named(
+    name: str, options: Mapping[str, Any], parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    try:
+        return KNOWN[name](parameters, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optimizer={name} with {dict(options)} was given: {error}") from error
+
+
+def _made_by(
+    make: Callable[..., Any], parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    made = make(parameters)
+    if not isinstance(made, torch.optim.Optimizer) or needs_closure(made):
+        raise UserError(
+            f"optimizer: the function has returned {shown(made)}; it must be a torch.optim."
+            "Optimizer that takes one gradient a step"
+        )
+    return made
+
+
+def _unknown(name: str, options: Mapping[str, Any]) -> str:
+    if name in DEFAULTS:
+        return f"{name} was given, an option of HybridStrategy that has no meaning here"
+    return unknown(name, options)

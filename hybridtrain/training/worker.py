@@ -1,0 +1,303 @@
+"""A worker in which user code computes gradients, without Lightning's loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.utils.data import BatchSampler
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange, Requirements
+from hybridtrain.monitoring.hang_detector import Doing
+from hybridtrain.recording.run_description import data_teller
+from hybridtrain.training.data import Data
+from hybridtrain.training.model import Model
+from hybridtrain.training.samplers import (
+    EpochPlan,
+    EpochSampler,
+    QueueSampler,
+    Seeded,
+    ShareSampler,
+)
+from hybridtrain.training.session import Trained, WorkerSession
+from hybridtrain.training.step.guard import OnFault
+from hybridtrain.training.step.shared_buffers import shared
+from hybridtrain.training.step.trained_parameters import sparse_slots
+from hybridtrain.updates import Saved
+from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.worker.client import Client, StopRequested
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+OF_MODEL: Final = object()  # in place of gradients: those that backward has made
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """``number`` passes over ``data``, in mini-batches of ``batch_size`` samples.
+
+    ``seed``: of the order, the same as that of a ``DistributedSampler``; ``None``: not shuffled.
+    """
+
+    data: Data
+    batch_size: int
+    number: int
+    seed: int | None
+    drop_last: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker gets.
+
+    ``state``: of the masters' optimizer, after ``version`` updates of former runs; ``recorded``:
+    events are recorded, or replayed; ``survives``: workers go on without one that is lost.
+    """
+
+    body: Callable[[Worker], Any]
+    model: Any
+    make_optimizer: MakeOptimizer
+    requirements: Requirements
+    exchange: Exchange
+    update: NamedUpdate
+    on_fault: OnFault
+    epochs: Epochs | None
+    version: int = 0
+    state: Saved | None = None
+    recorded: bool = False
+    survives: bool = False
+
+
+class _Session(WorkerSession):
+    """The session of a body.
+
+    Args:
+        client: to the server.
+        trained: what is trained.
+        job: of this worker.
+    """
+
+    def __init__(self, client: Client, trained: Trained, job: Job) -> None:
+        self._state = job.state
+        parts = job.requirements, job.exchange, job.update, job.on_fault
+        super().__init__(client, trained, *parts)
+
+    def _masters_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """With the state that an earlier run has left."""
+        made = super()._masters_of(optimizer)
+        if self._state is not None:
+            for number, state in self._state.parameters.items():
+                made.state[self._parameters[number]] = state
+        return made
+
+
+class Worker:
+    """What a body sees: the model, mini-batches, and the way to hand over gradients.
+
+    :meth:`hybridtrain.Server.run` makes one in each process.
+    """
+
+    def __init__(self, client: Client, job: Job) -> None:
+        self._client, self._wants, self._job = client, job.requirements, job
+        self._model = Model(job.model)
+        self.optimizer = job.make_optimizer([p for _, p in self._model.named if p.requires_grad])
+        named = self._model.ordered(self.optimizer)
+        module, sparse = self._model.module, set[int]()
+        if module is not None:
+            module.train()
+            number_of = {id(p): number for number, (_, p) in enumerate(named)}
+            sparse = sparse_slots(module, [self.optimizer], number_of)
+        joint = self._wants.parameters == "masters" and client.n_workers > 1
+        buffers = shared(module) if joint and module is not None else []
+        trained = Trained(named, [self.optimizer], buffers, sparse)
+        self._session = _Session(client, trained, job)
+        self._session.begin(job.version)
+        self._visible = self._model.visible
+        self._sampler = None if job.epochs is None else self._sampler_of(job.epochs)
+        self.epoch = 0
+        self._rows = 0.0  # since the last push
+        self._pulled = 0  # the version at the end of the last epoch
+        self._has_begun = self._has_asked = False
+
+    def _sampler_of(self, epochs: Epochs) -> EpochSampler:
+        client, data = self._client, epochs.data
+        order = Seeded(data.length, epochs.seed)
+        sizes = (epochs.batch_size,) * client.n_workers
+        turns = int(self._wants.takes_turns)
+        plan = EpochPlan(order, data.length, sizes, epochs.drop_last, turn=lambda: turns)
+        data_teller(client, not self._job.recorded)(0, data)
+        kind = ShareSampler if self._wants.data == "shares" else QueueSampler
+        return kind(plan, 0, client)
+
+    # ---- what a body may ask --------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """Of this worker, from 0 on."""
+        return self._client.worker
+
+    @property
+    def n_workers(self) -> int:
+        """How many workers the run began with."""
+        return self._client.n_workers
+
+    @property
+    def version(self) -> int:
+        """The number of updates that this worker's parameters have."""
+        return max(self._client.version, self._pulled)
+
+    @property
+    def model(self) -> Any:
+        """The model in the form in which it was given, over this worker's parameters.
+
+        After :meth:`push` the same arrays have the newest values.
+        """
+        return self._visible
+
+    def stats(self) -> dict[str, Any]:
+        """Updates, samples, waiting, staleness of the run so far; see ``Server.stats``."""
+        return self._client.stats()
+
+    def gather(self, item: Any, tag: str = "items") -> list[Any]:
+        """Wait for all workers; returns the item of each, in their order."""
+        return self._client.gather(f"of the body: {tag}", item)
+
+    # ---- mini-batches ---------------------------------------------------------------------------
+
+    def batches(self) -> Iterator[Any]:
+        """This worker's mini-batches of all epochs: each sample goes to one worker, once an epoch.
+
+        Raises:
+            UserError: if the run has no data.
+        """
+        epochs, sampler = self._job.epochs, self._sampler
+        if epochs is None or sampler is None:
+            raise UserError("the body asks for mini-batches; give run(data=...) some")
+        self._has_begun = True
+        sampler_remembers = self._job.survives and self._wants.whole_rounds
+        for self.epoch in range(epochs.number):
+            sampler.set_epoch(self.epoch)
+            yield from self._pass(epochs.data, sampler)
+            while self._goes_on(sampler, sampler_remembers):
+                yield from self._pass(epochs.data, sampler)
+            self._end_epoch(sampler)
+
+    def _pass(self, data: Data, sampler: EpochSampler) -> Iterator[Any]:
+        """This worker's part of an epoch, or of what lost workers have left of it."""
+        for positions in BatchSampler(sampler, sampler.batch_size, drop_last=False):
+            self._begin_batch(sampler)
+            yield data.take(positions)
+            self._client.heartbeat.beat(Doing.BETWEEN)
+
+    def _begin_batch(self, sampler: EpochSampler) -> None:
+        self._client.check_stop()
+        self._session.put_back()
+        if self._wants.takes_turns or (self._wants.asks and not self._has_asked):
+            self._has_asked = True
+            self._session.await_turn()
+        self._client.counted = True
+        portion = sampler.next_portion()
+        assert portion is not None, "the sampler has planned what it has given"
+        self._rows += portion.weight or 0.0
+        self._client.heartbeat.beat(Doing.STEP)
+
+    def _goes_on(self, sampler: EpochSampler, remembers: bool) -> bool:
+        """All meet behind their last mini-batch; whether lost workers have left some."""
+        if sampler.has_nothing_next:  # too few samples were left for all
+            sampler.next_portion()
+            self._session.sit_out()
+        self._client.settle()
+        self._session.flush(ends=True)
+        self._client.heartbeat.beat(Doing.EPOCH)
+        self._client.gather("the end of an epoch", None)
+        left = sampler.left_by(self._client.gone) if remembers else ()
+        if not (left or self._client.left):
+            return False
+        sampler.go_on(self._client.there, left)
+        return True
+
+    def _end_epoch(self, sampler: EpochSampler) -> None:
+        """All have met: see the same parameters."""
+        if self._wants.whole_rounds and self._session.has_own_parameters:
+            self._session.replica.refresh()
+        else:
+            self._pulled = self._session.pull()
+        if self._client.gone:
+            sampler.shares_with(self._client.there)
+
+    # ---- gradients ------------------------------------------------------------------------------
+
+    def push(self, gradients: Any = OF_MODEL, samples: float | None = None) -> bool:
+        """Hand over gradients, and wait until the policy lets this worker go on.
+
+        Args:
+            gradients: a mapping of names to arrays, dense or sparse: a pair of row numbers and
+                their values, a sparse tensor or a matrix of scipy. ``None``: this mini-batch has
+                none. If it is left out, those that ``backward`` has made.
+            samples: what they count for in a mean; by default the samples of the mini-batches since
+                the last push.
+
+        Returns:
+            Whether they count; those that come too late may not.
+
+        Raises:
+            UserError: if names or shapes are not the model's, or a gradient is not finite.
+        """
+        self._take_gradients(gradients)
+        (step,) = self._session.steps
+        rows, self._rows = samples or self._rows, 0.0
+        if rows or self._sampler is None:
+            self._session.begin_samples(rows or 1.0)
+        has_some = any(parameter.grad is not None for parameter in step.parameters)
+        step() if has_some else step.skip()
+        for parameter in step.parameters:
+            parameter.grad = None
+        counted = self._client.counted
+        if counted and self._sampler is not None:
+            self._sampler.commit(self._client.version, self._session.owes)
+        return counted
+
+    def _take_gradients(self, gradients: Any) -> None:
+        if gradients is OF_MODEL:
+            return
+        try:
+            self._model.set_gradients({} if gradients is None else gradients)
+        except UserError as error:
+            raise UserError(f"worker {self.number}, epoch {self.epoch}: {error}") from None
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """The body has returned.
+
+        Raises:
+            UserError: if it has not asked for data that it was given.
+        """
+        if self._job.epochs is not None and not self._has_begun:
+            raise UserError(
+                "the body has returned and never asked for data; go through worker.batches(), or "
+                "leave data out"
+            )
+        self._client.settle()
+        self._session.flush(ends=True)
+        self._client.heartbeat.beat(Doing.ENDING)
+        self._client.gather("the end of the body", None)
+        self._session.close()
+
+
+def work(job: Job, client: Client) -> Any:
+    """Run the body in a worker; returns its result."""
+    try:
+        worker = Worker(client, job)
+        result = job.body(worker)
+        worker.end()
+    except StopRequested:
+        raise
+    except BaseException:
+        if client.own is not None:
+            client.own.forget()  # the server counts them from shared memory
+        client.hand_in()  # others may wait for this worker's round
+        raise
+    return result
