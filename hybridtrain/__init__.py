@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from hybridtrain.cli.telemetry.progress import PlainProgress
     from hybridtrain.lightning.step_profiler import StepProfiler
     from hybridtrain.lightning.strategy import HybridStrategy
+    from hybridtrain.training.deepdist import DeepDist
     from hybridtrain.training.server import Server
     from hybridtrain.training.worker import Worker
 
 __version__ = "0.1.0"
 __all__ = [
+    "DeepDist",
     "HybridStrategy",
     "PlainProgress",
     "Server",
@@ -39,6 +41,7 @@ decide_by_environment()
 
 
 _LATER = {
+    "DeepDist": "hybridtrain.training.deepdist",
     "HybridStrategy": "hybridtrain.lightning.strategy",
     "PlainProgress": "hybridtrain.cli.telemetry.progress",
     "Server": "hybridtrain.training.server",

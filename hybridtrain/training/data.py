@@ -53,6 +53,11 @@ class Data:
         return tuple(taken.values()) if isinstance(given, tuple) else taken[""]
 
 
+def as_data(given: Any) -> Data:
+    """What was given, unless it is that already."""
+    return given if isinstance(given, Data) else Data(given)
+
+
 def _columns(given: Any) -> dict[Any, Any] | None:
     """The arrays, by name; ``None``: samples are taken one by one."""
     if isinstance(given, Mapping):

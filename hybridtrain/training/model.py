@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,45 @@ class Model:
             for name, each in plain.items()
         }
         return seen if isinstance(self.given, Mapping) else seen[ALONE]
+
+    # ---- other places ---------------------------------------------------------------------------
+
+    def apart(self) -> Model:
+        """The same model with memory of its own."""
+        return Model(self.given if self.module is None else deepcopy(self.module))
+
+    @torch.no_grad()
+    def copied_from(self, other: Model) -> Any:
+        """The model, with the parameters of another one."""
+        own, theirs = ([p.data for _, p in each.named] for each in (self, other))
+        torch._foreach_copy_(own, theirs)
+        return self.visible
+
+    @contextmanager
+    def over(self, places: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+        """The model with its parameters at these places, for user code that changes them."""
+        for name, parameter in self.named:
+            parameter.data = places.get(name, parameter).data
+        seen = self.visible
+        kept = dict(seen) if isinstance(seen, dict) else {}
+        yield seen
+        for name, place in kept.items():
+            if seen[name] is not place:  # another array is in its place
+                place[...] = seen[name]
+
+    def update_of(self, gradients: Mapping[str, torch.Tensor]) -> Any:
+        """Copies, in the form of the model; of a sparse one its row numbers and their values."""
+        seen = {name: self._update_of(name, gradient) for name, gradient in gradients.items()}
+        alone = self.module is None and not isinstance(self.given, Mapping)
+        return seen[ALONE] if alone else seen
+
+    def _update_of(self, name: str, gradient: torch.Tensor) -> Any:
+        plain = isinstance(self._arrays.get(name), np.ndarray)
+        if gradient.is_sparse:
+            parts = gradient.coalesce().indices()[0].clone(), gradient._values().clone()
+            return tuple(part.numpy() for part in parts) if plain else parts
+        copy = gradient.detach().clone()
+        return copy.numpy() if plain else copy
 
     # ---- gradients ------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from hybridtrain.recording.virtual_rerun import Rehearsal
 from hybridtrain.recovery.failure_policy import Judge
 from hybridtrain.schemes import SCHEMES, parts_of
 from hybridtrain.server import server as inner
-from hybridtrain.training.data import Data
+from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
 from hybridtrain.training.scheme import (
     Scheme,
@@ -261,7 +261,7 @@ class Server(Scheme):
         check_parts(self)
         if (check_tensors := getattr(self.exchange, "check_tensors", None)) is not None:
             check_tensors(sum(parameter.requires_grad for _, parameter in self._model.named))
-        of_data = None if data is None else Data(data)
+        of_data = None if data is None else as_data(data)
         return Job(
             body,
             self._model.given,

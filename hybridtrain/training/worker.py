@@ -117,6 +117,7 @@ class Worker:
         self._visible = self._model.visible
         self._sampler = None if job.epochs is None else self._sampler_of(job.epochs)
         self.epoch = 0
+        self._copy: Model | None = None
         self._rows = 0.0  # since the last push
         self._pulled = 0  # the version at the end of the last epoch
         self._has_begun = self._has_asked = False
@@ -155,6 +156,12 @@ class Worker:
         After :meth:`push` the same arrays have the newest values.
         """
         return self._visible
+
+    def copy(self) -> Any:
+        """A copy of the model as it is now, which the body may change; the same one each time."""
+        if self._copy is None:
+            self._copy = self._model.apart()
+        return self._copy.copied_from(self._model)
 
     def stats(self) -> dict[str, Any]:
         """Updates, samples, waiting, staleness of the run so far; see ``Server.stats``."""

@@ -102,6 +102,10 @@ class Update(Protocol):
         """The worker reads the masters now, and computes its next gradient there."""
         return
 
+    def hold(self, contribution: Contribution) -> bool:
+        """Keep a contribution apart, for the next step; ``False``: it is to be added to others."""
+        return False
+
     def step(self, given: StepInput) -> Again | None:
         """Merge the rows, clip the result, step the masters; or ask for one more evaluation."""
         ...

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hybridtrain.memory import Store
-from hybridtrain.updates.base import Again, StepInput
+from hybridtrain.updates.base import Again, Contribution, StepInput
 from hybridtrain.updates.groups import evaluated, slowed, with_gradients
 from hybridtrain.updates.per_tensor import PerTensorUpdate, clip_gradients
 from hybridtrain.util.option_types import Above0, NotNegative, typed
@@ -199,17 +199,35 @@ class DelayTolerantUpdate(PerTensorUpdate):
     def __init__(self, optimizer: DelayTolerant, numbers: Sequence[int], store: Store) -> None:
         super().__init__(optimizer, numbers, store)
         self._delay_tolerant, self._held = optimizer, store.held
+        self._kept: list[tuple[Contribution, list[Tensor | None]]] = []
 
     def read(self, worker: int) -> None:
         with torch.no_grad():
             self._delay_tolerant.read(worker)
 
+    def hold(self, contribution: Contribution) -> bool:
+        """One that counts as it is, whatever others there are."""
+        if self.sums:
+            found = (self._gradient(n, contribution) for n in range(len(self._parameters)))
+            kept = [None if gradient is None else gradient.clone() for gradient in found]
+            self._kept.append((contribution, kept))
+        return self.sums
+
     def step(self, given: StepInput) -> Again | None:
+        kept, self._kept = self._kept, []
+        for each, gradients in kept:
+            self._step_with(each, gradients, given)
         for each in given.contributions:
-            for index, parameter in enumerate(self._parameters):
-                parameter.grad = self._mean(index, [each])
-            clip_gradients([p.grad for p in self._parameters if p.grad is not None], given.clip)
-            with slowed(self._optimizer.param_groups, given.rate):
-                worker = None if each.worker == self._held else each.worker
-                self._delay_tolerant.step_late(worker, each.staleness)
+            found = [self._mean(index, [each]) for index in range(len(self._parameters))]
+            self._step_with(each, found, given)
         return None
+
+    def _step_with(
+        self, each: Contribution, gradients: Sequence[Tensor | None], given: StepInput
+    ) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        clip_gradients([p.grad for p in self._parameters if p.grad is not None], given.clip)
+        with slowed(self._optimizer.param_groups, given.rate):
+            worker = None if each.worker == self._held else each.worker
+            self._delay_tolerant.step_late(worker, each.staleness)

@@ -120,7 +120,10 @@ class Optimizers:
             check_held(self._held, number, numbers)
             self._held[number] = Accumulator(self._place[0], numbers)
         contribution = self._contribution(worker, push, update)
+        if update.hold(contribution):
+            return True
         factor = self.late.correct(contribution, update.members)
+        factor = 1 / push.weight if update.sums else factor  # each counts as it is
         self._held[number].add(worker, push, contribution.absent, factor)
         return True
 
@@ -228,7 +231,8 @@ class Optimizers:
         if pushes and all(push.row.averaged for push in pushes.values()):
             return [replace(next(iter(made.values())), merged=True)], 1.0
         if update.sums:
-            return list(made.values()), 1.0
+            aside = [held.contribution(1.0)] if held is not None and held.weight else []
+            return [*aside, *made.values()], 1.0
         factors = {w: self.late.correct(each, update.members) for w, each in made.items()}
         counts = {w: pushes[w].weight * factor for w, factor in factors.items()}
         weight = sum(push.weight for push in pushes.values()) + (held.weight if held else 0.0)

@@ -1,0 +1,192 @@
+"""DeepDist: ``gradient`` in workers, ``descent`` in the server (Neumann 2014).
+
+Where the data come from is :class:`~hybridtrain.training.data.Data`'s part alone, and which process
+computes a partition is the server's: partitions of another system would come in there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import isgenerator
+from itertools import count
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from hybridtrain.errors import UserError
+from hybridtrain.options.strategy_arguments import SchemeArguments
+from hybridtrain.training.data import as_data
+from hybridtrain.training.model import Model
+from hybridtrain.training.scheme import usable_cores
+from hybridtrain.training.server import Server
+from hybridtrain.training.worker import Worker
+from hybridtrain.updates.delay_tolerant import DelayTolerant
+from hybridtrain.util.option_types import Named, Natural, Positive, check, shown
+
+Gradient = Callable[[Any, Any], Any]
+Step = Callable[[Any, Any], object]
+_PARTITIONS = 8  # for each worker, unless their size is given
+
+
+class DeepDist:
+    """Trains a model by two functions, as DeepDist did, on data of this host.
+
+    ``with DeepDist(model, workers=4) as dd: dd.train(data, gradient, descent)``
+
+    Args:
+        model: as for :class:`hybridtrain.Server`; :meth:`train` writes its result into it.
+        policy: when an update counts: a name, a mapping or an object; by default each at once.
+        update: the optimizer that steps the model, where there is no ``descent``: a name of
+            ``torch.optim``, or a mapping with its name and arguments.
+        workers: how many processes compute; ``None``: as many as there are cores.
+        min_updates: so many updates are made before workers read the model anew.
+        max_updates: no more workers than that have read the model, and not handed an update over.
+        **options: as for :class:`hybridtrain.Server`.
+
+    Raises:
+        UserError: if the model or an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        policy: Named | None = None,
+        update: Named | None = None,
+        workers: int | None = None,
+        min_updates: int = 0,
+        max_updates: int = 4096,
+        **options: Unpack[SchemeArguments],
+    ) -> None:
+        check("workers", workers, Positive | None)
+        check("min_updates", min_updates, Natural)
+        check("max_updates", max_updates, Positive)
+        if policy is not None and min_updates > 1:
+            raise UserError(
+                f"min_updates={min_updates} was given with policy={shown(policy)}, and stands for "
+                "a policy of its own (k_batch_async); leave one out"
+            )
+        if policy is None:
+            policy = {"name": "k_batch_async", "k": min_updates} if min_updates > 1 else "async"
+        self._workers = min(workers or usable_cores(), max_updates)
+        self._given, self._options = Model(model), {**options, "policy": policy}
+        self._update = update
+        # With an update the server is there from the start, and keeps its state.
+        self._server = None if update is None else self._made(update=update)
+
+    def _made(self, **options: Any) -> Server:
+        return Server(self._given.given, **{**self._options, **options})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Nothing is left to close: no process outlives :meth:`train`."""
+
+    @property
+    def model(self) -> Any:
+        """What was given, with the result of the last training."""
+        return self._given.given if self._server is None else self._server.model
+
+    def stats(self) -> dict[str, Any]:
+        """Of the last training; see :meth:`hybridtrain.Server.stats`."""
+        return {} if self._server is None else self._server.stats()
+
+    def train(
+        self,
+        data: Any,
+        gradient: Gradient,
+        descent: Step | None = None,
+        epochs: int = 1,
+        partition_size: int | None = None,
+        **run: Any,
+    ) -> Any:
+        """Train; returns the model.
+
+        Args:
+            data: as for :meth:`hybridtrain.Server.run`; workers draw partitions of it.
+            gradient: ``gradient(model, rows)`` returns an update, or yields several: a mapping of
+                names to arrays, dense or sparse; ``None`` abstains. The model is a copy, which it
+                may change.
+            descent: ``descent(model, update)`` changes the model in place, here, one update after
+                the other; ``None``: the optimizer of ``update`` steps.
+            epochs: passes over the data.
+            partition_size: rows of a partition; ``None``: several partitions for each worker.
+            **run: other arguments of :meth:`hybridtrain.Server.run`.
+
+        Raises:
+            UserError: if an update has other names or shapes than the model, naming worker, epoch
+                and partition.
+        """
+        if not callable(gradient):
+            raise UserError(f"gradient={shown(gradient)} was given; give a function")
+        of_data = as_data(data)
+        size = partition_size or -(-of_data.length // (_PARTITIONS * self._workers))
+        body = partial(_compute, gradient)
+        with _kept(descent, self._given) as key:
+            if descent is not None:
+                names = [name for name, p in self._given.named if p.requires_grad]
+                self._server = self._made(optimizer=partial(Descent, key=key, names=names))
+            if self._server is None:
+                self._server = self._made(update=self._update)  # raises: there is none
+            self._server.run(body, self._workers, of_data, size, epochs, **run)
+        return self.model
+
+
+def _compute(gradient: Gradient, worker: Worker) -> None:
+    """The body of a worker."""
+    for rows in worker.batches():
+        made, handed_over = gradient(worker.copy(), rows), False
+        for update in made if isgenerator(made) else (made,):
+            worker.push(update)
+            handed_over = True
+        if not handed_over:
+            worker.push(None)
+
+
+# ---- the user's function as an optimizer of the masters ------------------------------------------
+# The server runs in the process that trains, so an optimizer that travels to it from a worker names
+# the function by a number.
+
+_DESCENTS: dict[int, tuple[Step, Model]] = {}
+_numbers = count()
+
+
+@contextmanager
+def _kept(descent: Step | None, model: Model) -> Iterator[int]:
+    """The number of a function, while it is needed."""
+    key = next(_numbers)
+    if descent is not None:
+        _DESCENTS[key] = descent, model.apart()
+    try:
+        yield key
+    finally:
+        _DESCENTS.pop(key, None)
+
+
+class Descent(DelayTolerant):
+    """Steps by a function of the user's, with one worker's update at a time.
+
+    Args:
+        params: of the model, in the order of ``names``.
+        key: the number of the function.
+        names: of the parameters.
+    """
+
+    sums = True
+
+    def __init__(self, params: Any, key: int, names: Sequence[str]) -> None:
+        super().__init__(params, {})
+        self.key, self.names = key, list(names)
+
+    def step_late(self, worker: int | None, staleness: int) -> None:
+        descent, model = _DESCENTS[self.key]
+        parameters = dict(zip(self.names, self.param_groups[0]["params"], strict=True))
+        update = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        with model.over(parameters) as seen:
+            descent(seen, model.update_of(update))
