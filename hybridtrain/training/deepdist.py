@@ -37,12 +37,11 @@ class DeepDist:
     Args:
         model: as for :class:`hybridtrain.Server`; :meth:`train` writes its result into it.
         policy: when an update counts: a name, a mapping or an object; by default each at once.
-        update: the optimizer that steps the model, where there is no ``descent``: a name of
-            ``torch.optim``, or a mapping with its name and arguments.
         workers: how many processes compute; ``None``: as many as there are cores.
         min_updates: so many updates are made before workers read the model anew.
         max_updates: no more workers than that have read the model, and not handed an update over.
-        **options: as for :class:`hybridtrain.Server`.
+        **options: as for :class:`hybridtrain.Server`; ``update`` is the optimizer that steps the
+            model, where there is no ``descent``.
 
     Raises:
         UserError: if the model or an option is not allowed.
@@ -52,7 +51,7 @@ class DeepDist:
         self,
         model: Any,
         policy: Named | None = None,
-        update: Named | None = None,
+        *,
         workers: int | None = None,
         min_updates: int = 0,
         max_updates: int = 4096,
@@ -70,9 +69,8 @@ class DeepDist:
             policy = {"name": "k_batch_async", "k": min_updates} if min_updates > 1 else "async"
         self._workers = min(workers or usable_cores(), max_updates)
         self._given, self._options = Model(model), {**options, "policy": policy}
-        self._update = update
         # With an update the server is there from the start, and keeps its state.
-        self._server = None if update is None else self._made(update=update)
+        self._server = None if options.get("update") is None else self._made()
 
     def _made(self, **options: Any) -> Server:
         return Server(self._given.given, **{**self._options, **options})
@@ -133,7 +131,7 @@ class DeepDist:
                 names = [name for name, p in self._given.named if p.requires_grad]
                 self._server = self._made(optimizer=partial(Descent, key=key, names=names))
             if self._server is None:
-                self._server = self._made(update=self._update)  # raises: there is none
+                self._server = self._made()  # says that there is no update
             self._server.run(body, self._workers, of_data, size, epochs, **run)
         return self.model
 

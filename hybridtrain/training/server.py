@@ -106,6 +106,11 @@ class Server(Scheme):
                 raise UserError(_unknown(name, options))
         chosen = {} if policy is None else {"policy": policy}
         given = checked({**parts_of(strategy), **chosen, **options})
+        if given["on_failure"] == "restart":
+            raise UserError(
+                "on_failure=restart was given, but a new process would not know where the loop of "
+                "the body was; use on_failure=continue or stop"
+            )
         exchange = exchange_of(make_policy(given["policy"]), given["exchange"])  # type: ignore[typeddict-item]
         steps, update = _who_steps(exchange, optimizer, given["update"])
         self.choose({**given, "update": update})

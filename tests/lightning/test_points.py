@@ -109,7 +109,6 @@ OTHERS = {
     ("lightning/replay/module_task.py", "version"): "of our own trainer in virtual time",
     ("lightning/results/optimizers_at_home.py", "optimizer"): "of torch's schedulers",
     ("lightning/results/training_at_home.py", "trainer"): "the module's setter",
-    ("lightning/step/session.py", "step"): "of the user's optimizers: the push to the server",
     ("lightning/step/step_rollback.py", "is_last_batch"): "a value of Lightning's progress",
     ("lightning/step_profiler.py", "name"): "of our track",
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytorch_lightning as pl
 
 import hybridtrain
-from hybridtrain import HybridStrategy, PlainProgress, StepProfiler
+from hybridtrain import DeepDist, HybridStrategy, PlainProgress, Server, StepProfiler, Worker
 from hybridtrain.exchanges import Await, Exchange, Leaving, Local, LocalExchange, Offer
 from hybridtrain.policies import (
     Accumulate,
@@ -52,6 +53,22 @@ ORDERS: list[Order] = [Accumulate((0,)), Drop((0,)), SetTimer(1.0)]
 PARTS: list[type[Exchange] | type[LocalExchange] | type[Local]] = []
 LEAVING: list[Leaving] = [None]
 KINDS: tuple[type[Offer], type[Await]] = (Offer, Await)
+
+
+def body(worker: Worker) -> int:
+    """Gradients without Lightning."""
+    for rows in worker.batches():
+        worker.push({"w": rows.mean(0)}, samples=float(len(rows)))
+    return worker.version
+
+
+def without_lightning() -> list[int]:
+    """Train arrays by a body, and by DeepDist's two functions."""
+    with Server({"w": np.zeros(2)}, "async", update={"name": "sgd", "lr": 0.1}) as server:
+        versions: list[int] = server.run(body, workers=2, data=np.ones((8, 2)), batch_size=2)
+    with DeepDist(np.zeros(2), min_updates=2, workers=2) as dd:
+        dd.train([1.0, 2.0], lambda model, rows: model + len(rows), lambda model, update: None)
+    return versions
 
 
 def main() -> str:

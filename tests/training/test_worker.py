@@ -1,0 +1,380 @@
+"""Workers without Lightning: every strategy, every kind of model, data once, failures, records."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hybridtrain
+from hybridtrain import Server, Worker
+from hybridtrain.errors import UserError
+from hybridtrain.training.data import Data
+from hybridtrain.worlds.local.worker_exit import WorkerDied
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+
+X = np.random.default_rng(0).normal(size=(90, 4)).astype("f4")
+Y = X @ np.arange(4, dtype="f4")
+SGD = {"name": "sgd", "lr": 0.1}
+EVERY = ("synchronous", "hybrid", "backup", "k_async", "k_batch_sync", "k_batch_async", "ssp")
+EVERY += ("softsync", "async", "grace", "hogwild", "local_sgd", "downpour", "post_local_sgd")
+EVERY += ("easgd", "diloco", "async_diloco", "sign_sgd")
+
+
+def weights() -> dict[str, np.ndarray[Any, Any]]:
+    return {"w": np.zeros(4, "f4"), "b": np.zeros((), "f4")}
+
+
+def descend(worker: Worker, kept: bool = False) -> list[int]:
+    """Least squares; returns the samples that have counted."""
+    seen = []
+    for rows in worker.batches():
+        model = worker.model
+        error = X[rows] @ model["w"] + model["b"] - Y[rows]
+        gradients = {"w": X[rows].T @ error / len(rows), "b": error.mean()}
+        if worker.push(gradients):
+            seen += rows.tolist()
+    return seen
+
+
+def test_the_smallest_program_of_the_page_is_15_lines_and_learns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(hybridtrain.__file__).parents[1] / "docs" / "worker.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0]
+    assert len(program.strip().splitlines()) <= 15
+    exec(compile(program, "worker.md", "exec"), {})
+    assert "[0. 1. 2. 3. 4.]" in capsys.readouterr().out.replace("-0.", "0.")
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_each_strategy_uses_each_sample_once_an_epoch(strategy: str) -> None:
+    model = weights()
+    server = Server(model, strategy, optimizer=SGD)
+    parts = server.run(descend, workers=2, data=len(X), batch_size=8, epochs=3)
+    seen = Counter(position for part in parts for position in part)
+    if strategy not in ("backup", "k_batch_sync"):  # whose mini-batches may count a second time
+        assert seen == dict.fromkeys(range(len(X)), 3)
+    assert server.stats()["samples"] == 3 * len(X)
+    assert np.abs(model["w"]).sum() > 0 and np.isfinite(model["w"]).all()
+    assert server.model is model
+
+
+def test_the_last_mini_batch_may_leave_a_worker_without_samples() -> None:
+    for strategy in ("hybrid", "local_sgd"):
+        server = Server(weights(), strategy, optimizer=SGD)
+        parts = server.run(descend, workers=3, data=len(X), batch_size=11, epochs=2)
+        assert Counter(p for part in parts for p in part) == dict.fromkeys(range(len(X)), 2)
+
+
+# ---- the same as under Lightning -----------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        )
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.net(x)[:, 0], y)
+
+
+def learn(worker: Worker) -> None:
+    for x, y in worker.batches():
+        worker.model.loss(x, y).backward()
+        worker.push()
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("hybrid", 2), ("synchronous", 2), ("local_sgd", 2), ("async", 1)]
+)
+def test_a_module_comes_to_the_bits_of_the_lightning_strategy(strategy: str, workers: int) -> None:
+    import pytorch_lightning as pl
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.inner.loss(*batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adam(self.parameters())
+
+    x, y = torch.from_numpy(X), torch.from_numpy(Y)
+    module, plain = Module(), Net()
+    options: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+    options |= {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(strategy=strategy, devices=workers, max_epochs=2, **options)
+    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True))
+    server = Server(plain, strategy, optimizer=adam)
+    server.run(learn, workers=workers, data=(x, y), batch_size=8, epochs=2)
+    for (name, ours), theirs in zip(
+        plain.named_parameters(), module.inner.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+# ---- models and gradients -----------------------------------------------------------------------
+
+
+def push_ones(worker: Worker, gradient: Any, times: int = 3) -> None:
+    for _ in range(times):
+        worker.push(gradient)
+
+
+def test_an_array_alone_and_tensors_are_models_too() -> None:
+    array, tensor = np.zeros((2, 2)), torch.zeros(3, requires_grad=True)
+    Server(array, update={"name": "sgd", "lr": 1.0}).run(
+        partial(push_ones, gradient=np.ones((2, 2)))
+    )
+    assert (array == -3).all()
+    Server({"t": tensor}, update={"name": "sgd", "lr": 1.0}).run(
+        partial(push_ones, gradient={"t": torch.ones(3)})
+    )
+    assert tensor.tolist() == [-3.0] * 3
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (np.array([3, 1]), np.ones((2, 2), "f4")),
+        torch.sparse_coo_tensor(torch.tensor([[3, 1]]), torch.ones(2, 2), (5, 2)),
+    ],
+)
+def test_rows_of_a_table_are_handed_over_alone(rows: Any) -> None:
+    table = np.zeros((5, 2), "f4")
+    server = Server({"t": table}, "async", update={"name": "sgd", "lr": 1.0})
+    server.run(partial(push_ones, gradient={"t": rows}), workers=2)
+    assert table.tolist() == [[0, 0], [-6, -6], [0, 0], [-6, -6], [0, 0]]
+    assert server.stats()["handed_over"]["sent_bytes"] < 6 * table.nbytes
+
+
+def test_a_matrix_of_scipy_is_a_gradient() -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+    table = np.zeros((3, 2), "f4")
+    Server(table, update={"name": "sgd", "lr": 1.0}).run(
+        partial(push_ones, gradient=sparse.csr_matrix(np.eye(3, 2, dtype="f4")))
+    )
+    assert table.tolist() == [[-3, 0], [0, -3], [0, 0]]
+
+
+def abstain(worker: Worker) -> bool:
+    return worker.push(None if worker.number else {"w": np.ones(4, "f4"), "b": np.ones((), "f4")})
+
+
+def test_none_abstains() -> None:
+    model = weights()
+    Server(model, update={"name": "sgd", "lr": 1.0}).run(abstain, workers=2)
+    assert model["w"].tolist() == [-1.0] * 4
+
+
+@pytest.mark.parametrize("policy", ["k_batch_async", "softsync", "async", "hybrid"])
+def test_a_sum_counts_what_is_put_aside(policy: str) -> None:
+    array = np.zeros(2)
+    named = {"name": "k_batch_async", "k": 3} if policy == "k_batch_async" else policy
+    body = partial(push_ones, gradient=np.ones(2), times=6)
+    Server(array, policy=named, update="sum").run(body, workers=2)
+    assert array.tolist() == [-12.0, -12.0]
+
+
+def test_a_second_run_goes_on_with_the_optimizers_state() -> None:
+    whole, parts = np.zeros(2), np.zeros(2)
+    update = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    Server(whole, update=update).run(partial(push_ones, gradient=np.ones(2), times=4))
+    with Server(parts, update=update) as server:
+        for _ in range(2):
+            server.run(partial(push_ones, gradient=np.ones(2), times=2))
+    assert (whole == parts).all()
+
+
+def look(worker: Worker) -> list[float]:
+    seen = [float(worker.model[0])]
+    for _ in range(2):
+        worker.push(np.ones(1))
+        seen.append(float(worker.model[0]))
+    worker.copy()[0] = 100.0
+    return [*seen, float(worker.model[0]), worker.version, worker.n_workers, *worker.gather(7)]
+
+
+def test_a_body_sees_the_newest_parameters() -> None:
+    results = Server(np.zeros(1), update={"name": "sgd", "lr": 1.0}).run(look, workers=2)
+    assert results == [[0, -1, -2, -2, 2, 2, 7, 7]] * 2
+
+
+def wait_a_while(worker: Worker, folder: Path) -> None:
+    worker.push(np.ones(1))
+    while not (folder / "seen").exists():
+        worker.push(np.zeros(1))
+
+
+def test_the_caller_sees_parameters_and_figures_during_a_run(tmp_path: Path) -> None:
+    server = Server(np.zeros(1), update={"name": "sgd", "lr": 1.0})
+    seen = []
+
+    def watch(stats: dict[str, Any]) -> None:
+        if stats["updates"]:
+            seen.append((float(server.model[0]), stats["workers"]))
+            (tmp_path / "seen").touch()
+
+    server.run(partial(wait_a_while, folder=tmp_path), workers=2, on_progress=watch)
+    assert seen[0] == (-1.0, 2) and server.model[0] == -1.0
+
+
+# ---- failures, records, virtual time ------------------------------------------------------------
+
+
+def die_once(worker: Worker) -> list[int]:
+    seen = []
+    for rows in worker.batches():
+        if worker.number == 1 and len(seen) >= 16:
+            os.kill(os.getpid(), signal.SIGKILL)
+        worker.push({"w": np.zeros(4, "f4"), "b": np.zeros((), "f4")})
+        seen += rows.tolist()
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+def test_the_others_do_the_samples_of_a_lost_worker(strategy: str) -> None:
+    server = Server(weights(), strategy, optimizer=SGD, on_failure="continue")
+    results = server.run(die_once, workers=3, data=len(X), batch_size=8)
+    assert results[1] is None
+    assert server.stats()["samples"] == len(X)
+
+
+def test_a_lost_worker_ends_the_run_if_nothing_else_is_said() -> None:
+    with pytest.raises(WorkerDied, match="worker 1"):
+        Server(weights(), optimizer=SGD).run(die_once, workers=2, data=len(X), batch_size=8)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "async", "ssp", "downpour"])
+def test_a_recorded_run_is_replayed_to_the_bit(strategy: str, tmp_path: Path) -> None:
+    record, run = tmp_path / "record.bin", {"batch_size": 8, "epochs": 2}
+    server = Server(first := weights(), strategy, optimizer=SGD, record=record)
+    server.run(descend, workers=2, data=len(X), **run)
+    again = Server(second := weights(), strategy, optimizer=SGD)
+    report = again.replay(record, descend, data=len(X), **run)
+    assert report.equal and report.whole and report.updates == server.stats()["updates"]
+    assert (first["w"] == second["w"]).all()
+    other = Server(weights(), strategy, optimizer={"name": "sgd", "lr": 0.2})
+    assert not other.replay(record, descend, data=len(X), **run).equal
+    with pytest.raises(UserError, match="90 items in the run"):
+        again.replay(record, descend, data=80, **run)
+
+
+def test_many_workers_train_in_virtual_time() -> None:
+    model = weights()
+    server = Server(model, "async", optimizer=SGD)
+    times = ServiceTimes("exponential", 1.0)
+    server.simulate(descend, workers=20, data=len(X), times=times, batch_size=3, epochs=4)
+    stats = server.stats()
+    assert stats["samples"] == 4 * len(X) and stats["staleness"]["mean"] > 5
+    assert 4 * len(X) / 3 / 20 < stats["training_s"] < 4 * len(X) / 3
+
+
+def test_no_lightning_is_imported() -> None:
+    code = (
+        "import sys, numpy as np, hybridtrain\n"
+        "hybridtrain.Server(np.zeros(2), update='mean'), hybridtrain.Worker, hybridtrain.DeepDist\n"
+        "print([m for m in sys.modules if m.partition('.')[0] in "
+        "('pytorch_lightning', 'lightning', 'lightning_fabric', 'hydra')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# ---- data ---------------------------------------------------------------------------------------
+
+
+def test_data_keep_their_form() -> None:
+    assert Data([1, 2, 3]).take([2, 0]) == [3, 1]
+    assert Data(i * i for i in range(4)).take([3]) == [9]
+    assert Data(X).take([1, 2]).shape == (2, 4)
+    x, y = Data((X, Y)).take([5])
+    assert (x[0] == X[5]).all() and y[0] == Y[5]
+    assert Data({"x": torch.ones(3, 2), "n": ["a", "b", "c"]}).take([2])["n"] == ["c"]
+    assert Data(torch.utils.data.TensorDataset(torch.arange(3))).take([1])[0][0] == 1
+    assert Data(7).take([6, 0]).tolist() == [6, 0]
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: Server({"w": [1.0]}, optimizer=SGD), r"parameter 'w': \[1.0\] was given"),
+        (lambda: Server({"w": np.zeros(2, int)}, optimizer=SGD), "int64, which has no gradient"),
+        (lambda: Server({}, optimizer=SGD), "the model has no parameters"),
+        (lambda: Server(X, "asink", optimizer=SGD), r"asink was given \(did you mean async"),
+        (lambda: Server(X, policy="asink", optimizer=SGD), "policy='asink' was given"),
+        (lambda: Server(X, update="sgdd"), r"update='sgdd' was given \(did you mean sgd"),
+        (lambda: Server(X, optimizer={"name": "sgd", "rate": 1}), "optimizer.rate was given"),
+        (lambda: Server(X, optimizer={"name": "sgd", "lr": -1.0}), "Invalid learning rate"),
+        (lambda: Server(X), "no optimizer was given"),
+        (lambda: Server(X, "local_sgd", update="mean"), "no optimizer was given"),
+        (lambda: Server(X, optimizer=SGD, devices=2), "devices was given"),
+        (lambda: Server(X, optimizer=SGD, keep_order=True), "keep_order was given"),
+        (lambda: Server(X, optimizer=SGD).run(descend, workers=0), "workers=0 was given"),
+        (lambda: Server(X, optimizer=SGD).run(None), "body=None was given"),
+        (lambda: Server(X, optimizer=SGD).run(descend, data=[]), "has no samples"),
+        (lambda: Server(X, optimizer=SGD).run(descend, data=3.5), "data=3.5 was given"),
+        (lambda: Server(X, optimizer=SGD).run(descend, data=(X, Y[1:])), r"90 \(0\), 89 \(1\)"),
+    ],
+)
+def test_bad_input_is_refused_before_a_process_starts(made: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("gradients", "said"),
+    [
+        ({"v": np.ones(4)}, r"worker 0, epoch 0.*'v' was pushed.*the model has w, b"),
+        ({"w": np.ones(3)}, r"gradient of w has the shape \(3,\), and the parameter \(4,\)"),
+        ({"w": "x"}, "the gradient of w is 'x'"),
+        (np.ones(4), "gradients of type ndarray were pushed"),
+        ({"w": (np.array([9]), np.ones(1))}, "rows 9 to 9, and the parameter has 4"),
+        ({"w": (np.array([1]), np.ones(2))}, r"must be \(1,\)"),
+        ({"w": np.array([1, np.nan, 1, 1])}, r"worker 0 has a gradient that is not finite: w"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(gradients: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Server(weights(), optimizer=SGD).run(partial(push_ones, gradient=gradients))
+
+
+def test_a_gradient_that_is_not_finite_may_be_left_out() -> None:
+    model = weights()
+    server = Server(model, optimizer=SGD, on_nonfinite="drop")
+    server.run(partial(push_ones, gradient={"w": np.full(4, np.inf)}))
+    assert (model["w"] == 0).all() and server.stats()["left_out"] == {"nonfinite": [3]}
+
+
+def idle(worker: Worker) -> None:
+    """Never asks for data."""
+
+
+def test_a_body_that_never_asks_for_its_data_is_told_so() -> None:
+    with pytest.raises(UserError, match="never asked for data"):
+        Server(weights(), optimizer=SGD).run(idle, data=X)
+    with pytest.raises(UserError, match=r"give run\(data=...\) some"):
+        Server(weights(), optimizer=SGD).run(descend)
