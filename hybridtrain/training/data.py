@@ -40,6 +40,12 @@ class Data:
         if self.length < 1:
             raise UserError(f"data={shown(given)} has no samples")
 
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, position: int) -> Any:
+        return self.take([position])
+
     def take(self, positions: list[int]) -> Any:
         """The samples at these positions, in the form of the data: rows of arrays, or a list."""
         given = self._given

@@ -102,6 +102,7 @@ class Worker:
     def __init__(self, client: Client, job: Job) -> None:
         self._client, self._wants, self._job = client, job.requirements, job
         self._model = Model(job.model)
+        self._sampler = None if job.epochs is None else self._sampler_of(job.epochs)
         self.optimizer = job.make_optimizer([p for _, p in self._model.named if p.requires_grad])
         named = self._model.ordered(self.optimizer)
         module, sparse = self._model.module, set[int]()
@@ -115,7 +116,6 @@ class Worker:
         self._session = _Session(client, trained, job)
         self._session.begin(job.version)
         self._visible = self._model.visible
-        self._sampler = None if job.epochs is None else self._sampler_of(job.epochs)
         self.epoch = 0
         self._copy: Model | None = None
         self._rows = 0.0  # since the last push
