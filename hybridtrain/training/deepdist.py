@@ -130,10 +130,20 @@ class DeepDist:
             if descent is not None:
                 names = [name for name, p in self._given.named if p.requires_grad]
                 self._server = self._made(optimizer=partial(Descent, key=key, names=names))
+                _check(self._server)
             if self._server is None:
                 self._server = self._made()  # says that there is no update
             self._server.run(body, self._workers, of_data, size, epochs, **run)
         return self.model
+
+
+def _check(server: Server) -> None:
+    """Raises ``UserError`` if updates would not reach ``descent`` one by one."""
+    if server.exchange.parameters != "read" or not server.update.is_users or server.update.merge:
+        raise UserError(
+            f"descent was given with exchange={server.exchange} and update={server.update.name}, "
+            "but it takes each update as it was made; leave them out"
+        )
 
 
 def _compute(gradient: Gradient, worker: Worker) -> None:

@@ -118,6 +118,7 @@ class Worker:
         self._visible = self._model.visible
         self.epoch = 0
         self._copy: Model | None = None
+        self._n_batches = 0  # of this epoch
         self._rows = 0.0  # since the last push
         self._pulled = 0  # the version at the end of the last epoch
         self._has_begun = self._has_asked = False
@@ -186,6 +187,7 @@ class Worker:
         sampler_remembers = self._job.survives and self._wants.whole_rounds
         for self.epoch in range(epochs.number):
             sampler.set_epoch(self.epoch)
+            self._n_batches = 0
             yield from self._pass(epochs.data, sampler)
             while self._goes_on(sampler, sampler_remembers):
                 yield from self._pass(epochs.data, sampler)
@@ -208,6 +210,7 @@ class Worker:
         portion = sampler.next_portion()
         assert portion is not None, "the sampler has planned what it has given"
         self._rows += portion.weight or 0.0
+        self._n_batches += 1
         self._client.heartbeat.beat(Doing.STEP)
 
     def _goes_on(self, sampler: EpochSampler, remembers: bool) -> bool:
@@ -272,7 +275,8 @@ class Worker:
         try:
             self._model.set_gradients({} if gradients is None else gradients)
         except UserError as error:
-            raise UserError(f"worker {self.number}, epoch {self.epoch}: {error}") from None
+            where = f"worker {self.number}, epoch {self.epoch}, mini-batch {self._n_batches}"
+            raise UserError(f"{where}: {error}") from None
 
     # ---- the end --------------------------------------------------------------------------------
 
