@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtrain"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
+pytestmark = pytest.mark.timeout(420)  # imports take minutes where other processes run
+
 
 @cache
 def imported_by(path: Path) -> frozenset[str]:
@@ -248,7 +250,7 @@ def python(code: str) -> str:
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
