@@ -92,22 +92,7 @@ _GENERATORS: tuple[tuple[type, str, str], ...] = (
 _PACKAGE = Path(__file__).parents[1]
 
 
-class Recorded(Protocol):
-    """A strategy: what a record says of it."""
-
-    policy: Any
-    correction: Any
-    exchange: Any
-    update: Any
-    requirements: Any
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers."""
-        ...
-
-
-def header(strategy: Recorded, threads: int, server_threads: int) -> dict[str, Any]:
+def header(strategy: Any, threads: int, server_threads: int) -> dict[str, Any]:
     """Options, versions and code of a run."""
     return {
         "workers": strategy.world_size,
@@ -209,7 +194,7 @@ def changed_versions(record: Record) -> list[str]:
 _GO_ON = "to replay it nevertheless, say anyway=true"
 
 
-def check_replayable(record: Record, strategy: Recorded, anyway: bool) -> None:
+def check_replayable(record: Record, strategy: Any, anyway: bool) -> None:
     """Check that a run was made by the same strategy and code; ``anyway``: by the same strategy.
 
     Raises:

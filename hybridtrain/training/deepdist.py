@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import isgenerator
 from itertools import count
-from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 from hybridtrain.errors import UserError
 from hybridtrain.options.strategy_arguments import SchemeArguments
 from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
-from hybridtrain.training.scheme import usable_cores
+from hybridtrain.training.scheme import Closed, usable_cores
 from hybridtrain.training.server import Server
 from hybridtrain.training.worker import Worker
 from hybridtrain.updates.delay_tolerant import DelayTolerant
@@ -29,7 +28,7 @@ Step = Callable[[Any, Any], object]
 _PARTITIONS = 8  # for each worker, unless their size is given
 
 
-class DeepDist:
+class DeepDist(Closed):
     """Trains a model by two functions, as DeepDist did, on data of this host.
 
     ``with DeepDist(model, workers=4) as dd: dd.train(data, gradient, descent)``
@@ -74,17 +73,6 @@ class DeepDist:
 
     def _made(self, **options: Any) -> Server:
         return Server(self._given.given, **{**self._options, **options})
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Nothing is left to close: no process outlives :meth:`train`."""
 
     @property
     def model(self) -> Any:
@@ -133,7 +121,8 @@ class DeepDist:
                 _check(self._server)
             if self._server is None:
                 self._server = self._made()  # says that there is no update
-            self._server.run(body, self._workers, of_data, size, epochs, **run)
+            plan = {"batch_size": size, "epochs": epochs, **run}
+            self._server.run(body, self._workers, of_data, **plan)
         return self.model
 
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, Requirements, combine, exchange_of
@@ -36,6 +36,16 @@ class Workers(NamedTuple):
 
     start_method: str
     threads: int
+
+
+class Closed:
+    """For ``with``; nothing is left to close, because no process outlives a run."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to do."""
 
 
 class Scheme:

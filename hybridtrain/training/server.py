@@ -9,8 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 
@@ -27,22 +26,11 @@ from hybridtrain.recording.virtual_rerun import Rehearsal
 from hybridtrain.recovery.failure_policy import Judge
 from hybridtrain.schemes import SCHEMES, parts_of
 from hybridtrain.server import server as inner
+from hybridtrain.training import scheme
 from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
-from hybridtrain.training.scheme import (
-    Scheme,
-    Workers,
-    check_parts,
-    make_server,
-    may_meet,
-    required,
-    resolve_start_method,
-    serving,
-    threads_of_a_worker,
-    usable_cores,
-    world_of,
-)
-from hybridtrain.training.worker import Epochs, Job, MakeOptimizer, Worker, work
+from hybridtrain.training.scheme import Closed, Scheme, Workers
+from hybridtrain.training.worker import Epochs, HowToGoThrough, Job, MakeOptimizer, Worker, work
 from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import needs_closure
 from hybridtrain.updates.named import KNOWN, MEAN, SUM, make_update
@@ -63,10 +51,9 @@ from hybridtrain.worlds.virtual.service_times import ServiceTimes, Times
 
 T = TypeVar("T")
 Body = Callable[[Worker], Any]
-_RUN = {"workers": Positive, "batch_size": Positive, "epochs": Positive}
 
 
-class Server(Scheme):
+class Server(Scheme, Closed):
     """Trains numpy arrays, torch tensors or a module with several processes.
 
     ``with Server({"w": np.zeros(5)}, "async", update={"name": "sgd", "lr": 0.1}) as server:``
@@ -121,17 +108,6 @@ class Server(Scheme):
         self._state: Saved | None = None
         self._stats: dict[str, Any] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Nothing is left to close: no process outlives a run."""
-
     @property
     def world_size(self) -> int:
         """The number of workers of the last run."""
@@ -155,11 +131,8 @@ class Server(Scheme):
         body: Body,
         workers: int = 1,
         data: Any = None,
-        batch_size: int = 32,
-        epochs: int = 1,
-        seed: int | None = 0,
-        drop_last: bool = False,
         on_progress: Callable[[dict[str, Any]], object] | None = None,
+        **how: Unpack[HowToGoThrough],
     ) -> list[Any]:
         """Run ``body(worker)`` in so many processes, and serve them; returns their results.
 
@@ -169,23 +142,25 @@ class Server(Scheme):
             data: an array, a tuple or dict of arrays of one length, a sequence or data set, an
                 iterable (which is read into memory once), or a number of samples; ``None``: the
                 body goes by no data of the run's.
-            batch_size: samples of one mini-batch of one worker.
-            epochs: passes over the data.
-            seed: of the order of samples; ``None``: in their own order.
-            drop_last: leave out what is no full mini-batch at the end of an epoch.
             on_progress: is called about once a second with :meth:`stats`.
+            **how: ``batch_size`` (32): samples of one mini-batch of one worker; ``epochs`` (1):
+                passes over the data; ``seed`` (0): of the order of samples, ``None``: their own;
+                ``drop_last`` (False): leave out what is no full mini-batch at the end of an epoch.
 
         Raises:
             UserError: if an argument is not allowed, or gradients do not fit the model.
             BaseException: of the first body that fails.
         """
-        job = self._job(body, workers, data, batch_size, epochs, seed, drop_last)
-        start, threads = resolve_start_method(self.start_method), threads_of_a_worker(self, workers)
-        in_update = usable_cores() if self.requirements.whole_rounds else 1
-        server = self._serving = serving(self, True, threads, in_update)
+        job = self._job(body, workers, data, how)
+        start, threads = (
+            scheme.resolve_start_method(self.start_method),
+            scheme.threads_of_a_worker(self, workers),
+        )
+        in_update = scheme.usable_cores() if self.requirements.whole_rounds else 1
+        server = self._serving = scheme.serving(self, True, threads, in_update)
         way, judge = Workers(start, threads), Judge(self.on_failure)
         report = _Progress(server.statistics.stats, on_progress)
-        world = world_of(self, server, judge, way, (), may_meet(self), report=report)
+        world = scheme.world_of(self, server, judge, way, (), scheme.may_meet(self), report=report)
         try:
             return world.run(partial(work, job))
         except Interrupted as interruption:
@@ -196,7 +171,12 @@ class Server(Scheme):
             self._conclude(server)
 
     def replay(
-        self, record: str | Path, body: Body, data: Any = None, anyway: bool = False, **run: Any
+        self,
+        record: str | Path,
+        body: Body,
+        data: Any = None,
+        anyway: bool = False,
+        **how: Unpack[HowToGoThrough],
     ) -> Replayed:
         """Repeat a recorded run in this process, to the bit.
 
@@ -205,16 +185,16 @@ class Server(Scheme):
             body: as in the run.
             data: as in the run.
             anyway: also if code, versions or data have changed.
-            **run: other arguments of :meth:`run`.
+            **how: as for :meth:`run`.
 
         Raises:
             UserError: if something differs from the run, naming it.
         """
         known = read_record(find_record(Path(record)))
-        job = self._job(body, known.n_workers, data, **run)
+        job = self._job(body, known.n_workers, data, how)
         check_replayable(known, self, anyway)
         stamp, threads = Stamp(), int(known.header["server_threads"])
-        server = make_server(self, threads, partial(inner.Server, clock=stamp))
+        server = scheme.make_server(self, threads, partial(inner.Server, clock=stamp))
         replayer = Replayer(known, server, stamp, partial(check_same_data, known, anyway))
         return self._in_process(server, lambda: replayer.run(self._bodies(job))[0])
 
@@ -225,7 +205,7 @@ class Server(Scheme):
         data: Any = None,
         times: Times = ServiceTimes(),  # noqa: B008
         times_seed: int = 0,
-        **run: Any,
+        **how: Unpack[HowToGoThrough],
     ) -> list[Any]:
         """As :meth:`run`, in this process and in virtual time; :meth:`stats` has its figures.
 
@@ -235,38 +215,27 @@ class Server(Scheme):
             data: as for :meth:`run`.
             times: how long each gradient takes, in virtual seconds.
             times_seed: of their random numbers.
-            **run: other arguments of :meth:`run`.
+            **how: as for :meth:`run`.
         """
-        job = self._job(body, workers, data, **run)
+        job = self._job(body, workers, data, how)
         stamp = Stamp()
-        server = make_server(self, 1, partial(inner.Server, clock=stamp))
+        server = scheme.make_server(self, 1, partial(inner.Server, clock=stamp))
         streams = [times.stream(worker, times_seed) for worker in range(workers)]
         rehearsal = Rehearsal(server, stamp, 1, streams)
         return self._in_process(server, lambda: rehearsal.run(self._bodies(job)))
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _job(
-        self,
-        body: Body,
-        workers: int,
-        data: Any = None,
-        batch_size: int = 32,
-        epochs: int = 1,
-        seed: int | None = 0,
-        drop_last: bool = False,
-    ) -> Job:
+    def _job(self, body: Body, workers: int, data: Any, how: HowToGoThrough) -> Job:
         """What every worker gets, once all of it has been checked."""
-        for name, value in {"workers": workers, "batch_size": batch_size, "epochs": epochs}.items():
-            check(name, value, _RUN[name])
+        check("workers", workers, Positive)
         if not callable(body):
             raise UserError(f"body={shown(body)} was given; give a function of a worker")
         self._n_workers = workers
-        self.requirements = required(self)
-        check_parts(self)
+        self.requirements = scheme.required(self)
+        scheme.check_parts(self)
         if (check_tensors := getattr(self.exchange, "check_tensors", None)) is not None:
             check_tensors(sum(parameter.requires_grad for _, parameter in self._model.named))
-        of_data = None if data is None else as_data(data)
         return Job(
             body,
             self._model.given,
@@ -275,7 +244,7 @@ class Server(Scheme):
             self.exchange,
             self.update,
             self.on_fault,
-            None if of_data is None else Epochs(of_data, batch_size, epochs, seed, drop_last),
+            None if data is None else Epochs(as_data(data), **how),
             self._version,
             self._state,
             self.recording is not None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import torch
 from torch.utils.data import BatchSampler
@@ -28,24 +28,34 @@ from hybridtrain.training.step.shared_buffers import shared
 from hybridtrain.training.step.trained_parameters import sparse_slots
 from hybridtrain.updates import Saved
 from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.util.option_types import Checked, Positive
 from hybridtrain.worker.client import Client, StopRequested
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 OF_MODEL: Final = object()  # in place of gradients: those that backward has made
 
 
+class HowToGoThrough(TypedDict, total=False):
+    """Options of :class:`Epochs`."""
+
+    batch_size: int
+    epochs: int
+    seed: int | None
+    drop_last: bool
+
+
 @dataclass(frozen=True)
-class Epochs:
-    """``number`` passes over ``data``, in mini-batches of ``batch_size`` samples.
+class Epochs(Checked):
+    """Passes over ``data``, in mini-batches of ``batch_size`` samples.
 
     ``seed``: of the order, the same as that of a ``DistributedSampler``; ``None``: not shuffled.
     """
 
     data: Data
-    batch_size: int
-    number: int
-    seed: int | None
-    drop_last: bool
+    batch_size: Positive = 32
+    epochs: Positive = 1
+    seed: int | None = 0
+    drop_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,7 @@ class Worker:
             raise UserError("the body asks for mini-batches; give run(data=...) some")
         self._has_begun = True
         sampler_remembers = self._job.survives and self._wants.whole_rounds
-        for self.epoch in range(epochs.number):
+        for self.epoch in range(epochs.epochs):
             sampler.set_epoch(self.epoch)
             self._n_batches = 0
             yield from self._pass(epochs.data, sampler)
