@@ -39,6 +39,7 @@ from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch, has_made_las
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
 from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
+from hybridtrain.lightning.hosts.agreement import compare_workers
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.results.callback_state import ModuleState
@@ -206,8 +207,10 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if self._session is not None and self._loaders is not None:
             if self._back is not None:
                 self._back.catch_up()
-            self._session.install()
             trainer = self._session.trainer
+            if self.place.n_hosts > 1 and self._back is None:
+                compare_workers(self.client, trainer, self._loaders.lengths)
+            self._session.install()
             if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)
             if self._count is not None and self.client.joins:

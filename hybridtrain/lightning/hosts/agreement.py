@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import hybridtrain
+from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide
 from hybridtrain.options.strategy_arguments import LightningArguments
 from hybridtrain.util.option_types import hints
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
     from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
+    from hybridtrain.worker.client import Client
 
 # A host may have its own: where files lie, and how its processes are started.
 _OWN = {"record", "hosts_key", "start_method", "threads_per_worker", *hints(LightningArguments)}
@@ -83,12 +85,37 @@ def compare_configuration(content: Mapping[str, Any]) -> None:
     )
 
 
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+def compare_workers(client: Client, trainer: Trainer, samples: Sequence[int]) -> None:
+    """Compare what only workers know: their optimizers, and the ``samples`` of their loaders.
+
+    Raises:
+        UserError: if those of two hosts differ.
+    """
+    mine = {
+        "name": socket.gethostname(),
+        "optimizers": {
+            f"{name} of optimizer {number}": described(value)
+            for number, optimizer in enumerate(trainer.optimizers)
+            for name, value in {"class": type(optimizer), **optimizer.defaults}.items()
+        },
+        "data": {f"samples of loader {number}": n for number, n in enumerate(samples)},
+    }
+    first, *others = client.gather("what hosts train", mine)
+    if reason := next(
+        filter(None, (differences(first, each, "on host 0") for each in others)), None
+    ):
+        raise UserError(f"the hosts do not fit: {reason}")
+
+
+def differences(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], here: str = "here"
+) -> str | None:
     """The first things in which another host differs from this one, and what to do.
 
     Args:
         mine: :func:`about_this_host`.
         theirs: of the other host.
+        here: the place of ``mine``, in words.
     """
     there = f"on {theirs.get('name', 'it')}"
     for part, advice in _ADVICE.items():
@@ -96,7 +123,7 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | Non
         pairs = [(part, a, b)]
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             pairs = [(name, a.get(name), b.get(name)) for name in {**a, **b}]
-        if found := [f"{name} is {y} {there} and {x} here" for name, x, y in pairs if x != y]:
+        if found := [f"{name} is {y} {there} and {x} {here}" for name, x, y in pairs if x != y]:
             more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             return f"{', '.join(found[:_SHOWN])}{more}; {advice}"
     return None
@@ -113,6 +140,7 @@ _ADVICE = {
     "trainer": "give all hosts' trainers the same arguments",
     "code": "start the same files on all hosts (their digests differ)",
     "model": "make the same model on all hosts",
+    "optimizers": "configure the same optimizers on all hosts",
     "data": "give all hosts the same data",
 }
 

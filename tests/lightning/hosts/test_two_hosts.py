@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -294,3 +295,43 @@ def test_each_host_gets_the_predictions_of_all_workers(tmp_path: Path) -> None:
 class Predicts(Net):
     def predict_step(self, batch: Any, _: int) -> torch.Tensor:
         return batch[1] + 1
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async", "local_sgd"])
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [("SAMPLES", "samples of .* is 40 on .* and 64 "), ("RATE", "lr of optimizer 0 is 0.5 on")],
+)
+def test_hosts_with_other_data_or_rates_are_told_apart(
+    policy: str, own: str, named: str, tmp_path: Path
+) -> None:
+    def run() -> None:
+        host = int(os.environ["NODE_RANK"])
+        n = 40 if own == "SAMPLES" and host else SAMPLES
+        pl.seed_everything(1)
+        trainer = pl.Trainer(
+            strategy=policy,
+            accelerator="cpu",
+            devices=1,
+            num_nodes=2,
+            logger=False,
+            max_epochs=1,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(Net(0.5 if own == "RATE" and host else 0.01), datamodule=Owned(n))
+
+    for host in run_hosts(tmp_path, run):
+        assert host.status == 1 and re.search(named, host.said), host.said[-3000:]
+
+
+class Owned(pl.LightningDataModule):
+    """Data that a host makes by itself, in its workers."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        x = torch.randn(self.n, 8, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
