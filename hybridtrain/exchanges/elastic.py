@@ -94,4 +94,5 @@ class Elastic(StepsOwnParameters, ElasticOptions):
         if local.ends and self._samples:
             return self._drawn(local, steps=False)
         samples, self._samples, self._since = self._samples, 0.0, 0
-        return Offer([None] * len(local.parameters), 0.0, fetch=False, samples=samples)
+        others_moved = local.ends and local.fresh  # also on a host where nobody has had samples
+        return Offer([None] * len(local.parameters), 0.0, fetch=others_moved, samples=samples)
