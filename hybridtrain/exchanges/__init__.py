@@ -16,13 +16,14 @@ from hybridtrain.exchanges.exchange import (
 )
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
 from hybridtrain.exchanges.own_steps import StepsOwnParameters
-from hybridtrain.exchanges.requirements import Requirements, check_visits, combine
+from hybridtrain.exchanges.requirements import Inside, Requirements, check_visits, combine
 
 __all__ = [
     "EXCHANGES",
     "Await",
     "Exchange",
     "ExchangeSpec",
+    "Inside",
     "Leaving",
     "Local",
     "LocalExchange",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Exchange
@@ -12,6 +12,16 @@ from hybridtrain.policies import Needs, Policy
 
 Place = Literal["masters", "copy", "own", "shared"]
 Data = Literal["shares", "queue", "dealt"]
+
+
+class Inside(NamedTuple):
+    """The ``workers`` of each host are one to the exchange.
+
+    They take the mean of their parameters ``every`` so many steps, or, 0, of each step's gradients.
+    """
+
+    workers: int
+    every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,8 @@ class Requirements:
     ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
     number does, and which. ``asks``: workers ask before their first mini-batch. ``free``: nobody is
     made to wait. ``everyone``: an update is one gradient of each worker, and nothing else.
+    ``together``: so many workers, those of a host, go on together, and one of them hands over for
+    all; they take the mean of each step's gradients, or, ``mean_every`` so many, of parameters.
     """
 
     whole_rounds: bool = True
@@ -44,6 +56,13 @@ class Requirements:
     asks: bool = False
     free: bool = False
     everyone: bool = False
+    together: int = 1
+    mean_every: int = 0
+
+    @property
+    def means_gradients(self) -> bool:
+        """Whether the workers of a host step with the mean of their gradients."""
+        return self.together > 1 and not self.mean_every
 
     @property
     def steps_in_worker(self) -> bool:
@@ -110,8 +129,12 @@ def check_visits(requirements: Requirements) -> None:
         )
 
 
-def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
+def combine(
+    policy: Policy, exchange: Exchange, n_workers: int, inside: Inside | None = None
+) -> Requirements:
     """Begin the policy for so many workers, and say what it and the exchange rely on.
+
+    ``inside``: what the workers of one host do together.
 
     Raises:
         UserError: if the two contradict each other, or the policy makes no sense for so many.
@@ -123,6 +146,8 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
             "hybridtrain.policies.Needs, such as Needs(whole_rounds=True)"
         )
     _check(policy, needs, exchange)
+    if inside is not None:
+        _check_inside(policy, needs, exchange, inside)
     exchange.check(n_workers, needs.whole_rounds)
     place: Place = "masters" if needs.whole_rounds else "copy"
     free: Data = "dealt" if needs.turns else "queue"
@@ -141,6 +166,27 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
         asks=needs.asks,
         free=needs.free,
         everyone=needs.everyone and n_workers > 1 and exchange.parameters == "read",
+        together=1 if inside is None else inside.workers,
+        mean_every=0 if inside is None else inside.every,
+    )
+
+
+def _check_inside(policy: Policy, needs: Needs, exchange: Exchange, inside: Inside) -> None:
+    """Workers of a host that go on together need an exchange with steps of their own between."""
+    if exchange.parameters != "own":
+        reason = "every step's gradient goes to the server"
+        if exchange.parameters == "shared":
+            reason = "workers write to the masters at every step"
+    elif not needs.whole_rounds:
+        reason = "workers run freely there, and those of one host step together"
+    elif inside.every and exchange.keeps:
+        reason = "it pulls each worker's own parameters; inside=hybrid goes with it"
+    else:
+        return
+    raise UserError(
+        f"inside was given with policy={policy}, exchange={exchange}, but {reason}; use "
+        "strategy=diloco, local_sgd, post_local_sgd or streaming_diloco (or easgd with "
+        "policy=hybrid), or leave inside out"
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from lightning_fabric.utilities.seed import reset_seed
 from torch.distributed import distributed_c10d
 
+from hybridtrain.errors import UserError
 from hybridtrain.exchanges import check_visits
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
@@ -99,6 +100,11 @@ class HybridLauncher(Launcher):
         if strategy.data_options["data_shards"] is not None:
             check_visits(strategy.requirements)
         if strategy.recording is not None and strategy.recording.instead is not None:
+            if strategy.requirements.together > 1:
+                raise UserError(
+                    "the run had inside, under which workers of a host meet without the server, "
+                    "and its record says nothing of that; it cannot be replayed"
+                )
             job = _Job(trainer, function, args, kwargs, None, [])
             strategy.faults.begin(trainer, strategy.world_size, rehearses=True)
             return self._play(strategy.recording.instead, job)
@@ -176,6 +182,7 @@ class HybridLauncher(Launcher):
         interrupt_updates(server, strategy.faults)
         with profiled(trainer, server, strategy.world_size):
             meets = may_meet(strategy) and not strategy.faults.in_updates and others is None
+            meets = meets or strategy.requirements.together > 1
             places = places_of(strategy)
             world = world_of(strategy, server, judge, way, places, meets, others)
             try:

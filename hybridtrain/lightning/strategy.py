@@ -20,6 +20,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
+from hybridtrain.exchanges import Inside
 from hybridtrain.lightning.async_training.agreement import agree
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.expected_updates import (
@@ -50,12 +51,13 @@ from hybridtrain.lightning.step.step_rollback import StepRollback
 from hybridtrain.lightning.sync_batchnorm import synchronise
 from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.lightning_package import admit, decide, is_foreign, other_than, refuse_mixture
+from hybridtrain.options.exchange_options import INSIDE, InsideOptions
 from hybridtrain.options.strategy_arguments import StrategyArguments, checked, of_lightning
 from hybridtrain.protocol.messages import Clip, Paused, Resumed
 from hybridtrain.testing.faults import read_faults
 from hybridtrain.training.scheme import Scheme
 from hybridtrain.training.step.remote_state import without_fetching
-from hybridtrain.util.option_types import Named
+from hybridtrain.util.option_types import Named, choose
 from hybridtrain.worker.client import Client
 
 
@@ -78,6 +80,10 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             what goes with the exchange.
         correction: what is done about late gradients: nothing, or one of
             ``hybridtrain.updates.staleness.CORRECTIONS``, given like a policy.
+        inside: what the workers of one host do together between two exchanges with other hosts, for
+            an exchange whose workers make steps of their own: ``"hybrid"``: they step with the mean
+            of their gradients; ``"local_sgd"``, or ``{"name": "local_sgd", "every": 8}``: they take
+            the mean of their parameters. One of them hands over for all.
         workers_per_device: how many workers share one device.
         start_method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or ``"auto"``: fork where that is
             safe (Linux, CUDA not yet initialised), else spawn.
@@ -121,6 +127,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     rng_mailbox: RngMailbox | None = None  # of the current run
     step_rollback: StepRollback | None = None  # of the current training
     _session: Session | None = None
+    _inside: InsideOptions | None = None
     _snapshot: list[dict[str, Any]] | None = None
     _saves_one_update = False  # the checkpoints of a hook
     _decided: dict[str, Any] | None = None  # the weights of a checkpoint that has been named
@@ -139,6 +146,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         given = checked({"policy": policy, **options})
         super().__init__(**of_lightning(given))
         self.choose(given)
+        if (inside := given["inside"]) is not None:
+            self._inside = choose("inside", inside, INSIDE, InsideOptions)
         self.workers_per_device = given["workers_per_device"]
         self.device_memory = DeviceMemory(given["device_memory_fraction"])
         self.transport = None if given["transport_dtype"] is None else torch.bfloat16
@@ -152,6 +161,13 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             self._abstains = False  # Lightning asks once, right after the step
             return 1  # or it refuses a training_step that returns None
         return self.local_workers * self.num_nodes
+
+    @property
+    def inside(self) -> Inside | None:
+        """What the workers of one host do together, if they are several."""
+        if self._inside is None or self.local_workers == 1:
+            return None
+        return Inside(self.local_workers, self._inside.every)
 
     def _configure_launcher(self) -> None:
         if is_foreign(self.accelerator):  # so is the trainer
@@ -289,6 +305,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         assert self._session is not None and self.step_rollback is not None
         self._snapshot = None
         gated = self._absence.gated(closure)
+        if self._session.steps_with_host:
+            gated = partial(self._session.step_of_host, gated)
         run = partial(super().optimizer_step, optimizer, gated, model, **kwargs)
         output = self._session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False

@@ -6,7 +6,7 @@ They lie apart from what exchanges do, so that they can be checked without impor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
 
 from hybridtrain.util.option_types import (
@@ -142,6 +142,36 @@ class ElasticOptions(_Options):
     alpha: Share | None = None
     beta: Share = 0.9
 
+
+# ---- what the workers of one host do together, between two exchanges with other hosts ----------
+
+
+class InsideOptions(Checked):
+    """``every``: steps between two means of parameters; 0: gradients are averaged."""
+
+    prefix = "inside."
+    every: int
+
+
+@dataclass(frozen=True)
+class MeanGradients(InsideOptions):
+    """The workers of a host step with the mean of their gradients."""
+
+    every: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True)
+class MeanParameters(InsideOptions):
+    """The workers of a host take the mean of their parameters now and then.
+
+    Args:
+        every: a worker's own steps between two means.
+    """
+
+    every: Positive = 8
+
+
+INSIDE: dict[str, type[InsideOptions]] = {"hybrid": MeanGradients, "local_sgd": MeanParameters}
 
 EXCHANGE_OPTIONS: dict[str, type] = {
     "gradient": GradientOptions,

@@ -68,6 +68,7 @@ class SchemeArguments(TypedDict, total=False):
 class StrategyArguments(LightningArguments, SchemeArguments, total=False):
     """Options of :class:`hybridtrain.HybridStrategy` besides the policy; it says what each does."""
 
+    inside: Named | None
     workers_per_device: Workers
     device_memory_fraction: Annotated[float, Range(0, 1, "(")] | None
     transport_dtype: Literal["bf16"] | None
@@ -86,6 +87,7 @@ DEFAULTS = StrategyArguments(
     exchange=None,
     update=None,
     correction=None,
+    inside=None,
     workers_per_device=1,
     start_method="auto",
     threads_per_worker="auto",

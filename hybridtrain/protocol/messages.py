@@ -323,6 +323,11 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class StillWaits:
+    """The worker is in a step, and waits for another one of its host."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The worker has stopped as requested, or has failed (``broke``); it will not push again."""
 
@@ -374,7 +379,7 @@ class Saved:
     well: bool
 
 
-Note = Paused | Resumed | Stopped | Described | Changed | Called | Progress | Saved
+Note = Paused | Resumed | StillWaits | Stopped | Described | Changed | Called | Progress | Saved
 NOTES: tuple[type[Note], ...] = get_args(Note)
 
 # ---- replies ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, combine, exchange_of
+from hybridtrain.exchanges import Exchange, Inside, combine, exchange_of
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.exchanges.exchange import MergeRule, check_rule
 from hybridtrain.memory import Store
@@ -99,6 +99,7 @@ class Server:
         exchange: what workers push; by default that of the policy.
         merge: the user's rule in place of the mean of gradients.
         timeline: to be filled.
+        inside: what the workers of one host do together.
 
     Raises:
         UserError: if policy and exchange contradict each other.
@@ -114,10 +115,11 @@ class Server:
         exchange: Exchange | None = None,
         merge: MergeRule | None = None,
         timeline: Timeline | None = None,
+        inside: Inside | None = None,
     ) -> None:
         self.policy, self._merge = policy, merge
         exchange = exchange or exchange_of(policy)
-        self.requirements = wants = combine(policy, exchange, n_workers)
+        self.requirements = wants = combine(policy, exchange, n_workers, inside)
         if merge is not None:
             check_rule(merge, policy, wants.gathers, wants.holds)
         self.statistics = RunStatistics(n_workers, clock, timeline)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena, Layout, Store, UpdateMaker
+from hybridtrain.protocol.host_round import HostRound
 from hybridtrain.protocol.locked_steps import LockedSteps
 from hybridtrain.protocol.messages import Share
 from hybridtrain.protocol.shared_round import SharedRound
@@ -53,6 +54,8 @@ def made_store(
         words = SharedRound.n_words(n_workers) + StepLog.n_words(n_workers)
     elif maker is UpdateMaker.ONE_BY_ONE:
         words = LockedSteps.N_WORDS + StepLog.n_words(1)
+    elif wants.together > 1:
+        words = HostRound.n_words(wants.together, len(layout.slots))
     return Store(
         layout, n_workers, wants.has_copies, arena, averaging, wants.holds, maker, words, here
     )

@@ -19,6 +19,7 @@ from hybridtrain.protocol.messages import (
     Push,
     Request,
     Share,
+    StillWaits,
     Stop,
 )
 from hybridtrain.server.rounds import Replies
@@ -65,5 +66,7 @@ class StopRequests:
         """Answer the wishes if this message shows that its worker has continued."""
         if not self._payloads:  # nearly always
             return []
-        goes_on = isinstance(message, Push | Average | Begin | Gather | Share | Install)
+        goes_on = isinstance(
+            message, Push | Average | Begin | Gather | Share | Install | StillWaits
+        )
         return self.answer() if goes_on else []

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, Requirements, combine, exchange_of
+from hybridtrain.exchanges import Exchange, Inside, Requirements, combine, exchange_of
 from hybridtrain.memory import UpdateMaker
 from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.monitoring.watchdog import SlowReport, Watchdog, to_stderr
@@ -67,6 +67,11 @@ class Scheme:
     on_failure: OnFailure
     patience: HangTimeout | None
     recording: Recording | None
+
+    @property
+    def inside(self) -> Inside | None:
+        """What the workers of one host do together: nothing, as a rule."""
+        return None
 
     def choose(self, given: StrategyArguments) -> None:
         """Make the parts.
@@ -158,7 +163,7 @@ def required(scheme: Scheme) -> Requirements:
     Raises:
         UserError: if they contradict each other.
     """
-    return combine(deepcopy(scheme.policy), scheme.exchange, scheme.world_size)
+    return combine(deepcopy(scheme.policy), scheme.exchange, scheme.world_size, scheme.inside)
 
 
 def serving(scheme: Scheme, records: bool, threads: int, server_threads: int) -> Server:
@@ -183,7 +188,8 @@ def make_server(scheme: Scheme, threads: int, kind: Callable[..., Server]) -> Se
     """The strategy's server, made by ``kind``; an update may use ``threads`` threads."""
     policy, correction = deepcopy((scheme.policy, scheme.correction))
     size, exchange = scheme.world_size, scheme.exchange
-    given = {"correction": correction, "exchange": exchange, "merge": scheme.update.merge}
+    merge, inside = scheme.update.merge, scheme.inside
+    given = {"correction": correction, "exchange": exchange, "merge": merge, "inside": inside}
     return kind(policy, size, threads, **given)
 
 

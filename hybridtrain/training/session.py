@@ -29,6 +29,7 @@ from hybridtrain.updates.groups import calls_closure
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
+from hybridtrain.worker.host_group import group_of
 from hybridtrain.worker.own_updates.own_steps import OwnSteps
 from hybridtrain.worker.replica import Replica
 from hybridtrain.worker.replica_cuda import open_replica
@@ -96,7 +97,9 @@ class WorkerSession:
         sends = not trained.written
         layout = Layout.of(trained.named, room, trained.transport, sends, trained.sparse)
         meets = self._may_meet(exchange)
-        self._store = store = client.shared_store(layout, requirements, trained.averages, meets)
+        means = trained.averages or requirements.together > 1
+        self._store = store = client.shared_store(layout, requirements, means, meets)
+        self._group = group_of(client, store, requirements.together)
         self._publish()
         client.gather("initial parameters", None)
         store.refresh(client.worker)
@@ -149,7 +152,8 @@ class WorkerSession:
         """Workers step parameters of their own."""
         keeps = exchange.keeps or self._requirements.whole_rounds
         replica = OwnReplica(self._parameters, self._store, self._client.worker, keeps)
-        return replica, partial(LocalStep, replica=replica, exchange=exchange)
+        group = self._group
+        return replica, partial(LocalStep, replica=replica, exchange=exchange, group=group)
 
     # ---- the beginning of training --------------------------------------------------------------
 

@@ -85,8 +85,10 @@ class OwnReplica(Replica):
     def keep_sparse(self, numbers: Iterable[int]) -> None:
         """Nothing: what is handed over is dense."""
 
+    @torch.no_grad()
     def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
-        raise AssertionError("gradients stay where they are")
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean)
 
     def follow(self, numbers: Iterable[int]) -> None:
         self._following = sorted(numbers)

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridtrain.cli import hydra_config
 from hybridtrain.cli.explain import STRATEGY, base_config
 from hybridtrain.errors import UserError
-from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
+from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS, INSIDE
 from hybridtrain.options.strategy_arguments import checked
 from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.testing.faults import check_workers, read_faults
@@ -245,6 +245,8 @@ def _check_strategy(given: Mapping[str, Any]) -> None:
         make_policy(policy)
     if exchange is not None and not is_target(exchange):
         checked_choice("strategy.exchange", exchange, EXCHANGE_OPTIONS, plain=True)
+    if (inside := made["inside"]) is not None:
+        checked_choice("strategy.inside", inside, INSIDE, plain=True)
 
 
 def _check_together(given: Mapping[str, Any]) -> None:

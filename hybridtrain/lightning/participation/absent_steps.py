@@ -231,8 +231,10 @@ class Absence:
 
     @property
     def _owes(self) -> bool:
-        """Whether this worker has accumulated gradients for this step."""
+        """Whether this worker has accumulated gradients for this step, or steps with its host."""
         assert self._session is not None, "training has begun"
+        if self._session.steps_with_host:
+            return True
         automatic = self._trainer.lightning_module.automatic_optimization
         return self._session.has_gathered and bool(automatic)
 

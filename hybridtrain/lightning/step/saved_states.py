@@ -29,10 +29,11 @@ class SavedStates:
 
     Args:
         client: to the server, and to the other workers.
+        like: the worker whose state this one has, too.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, like: int) -> None:
+        self._client, self._like = client, like
         self._masters: dict[int, dict[str, Any]] = {}  # id(optimizer) -> of the masters' own
         self._inner: dict[int, States] = {}  # id(optimizer) -> what is each worker's own
         self._gathered: list[States] = []  # of each optimizer, while all save together
@@ -76,7 +77,7 @@ class SavedStates:
             tell_what_is_dropped(states, self._client.n_workers)
             known = states[min(states)]["exchange"]
             saver = {"exchange": {key: part for key, part in known.items() if key not in OWN}}
-            step.load_own_state(states.get(self._client.worker, saver))
+            step.load_own_state(states.get(self._like, saver))
 
     # ---- into -----------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ class Session(WorkerSession):
     """
 
     guard: GradientGuard
+    _has_mean = False  # the gradients of this step are the mean of this host's
 
     def __init__(
         self,
@@ -68,11 +69,13 @@ class Session(WorkerSession):
         check_parameters(module)  # again: configure_model may have made some
         named = ordered_parameters(module, stepped)
         number_of = {id(p): number for number, (_, p) in enumerate(named)}
-        self.saved = SavedStates(client)
+        alike = requirements.together if requirements.means_gradients else 1
+        self.saved = SavedStates(client, client.worker - client.worker % alike)
         joint = requirements.parameters == "masters" and client.n_workers > 1
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
         unseen = gradients_are_final(module.trainer)
-        self.averages = joint and not (unseen and not requirements.steps_in_worker)
+        shown = joint and not (unseen and not requirements.steps_in_worker)
+        self.averages = shown or requirements.means_gradients
         trained = Trained(
             named,
             stepped,
@@ -196,6 +199,14 @@ class Session(WorkerSession):
         set_global_step(self.trainer, step.version)
 
     @property
+    def steps_with_host(self) -> bool:
+        """Whether the workers of this host step with the mean of their gradients, and wait for it.
+
+        Also a worker without data makes the step, with the mean of the others.
+        """
+        return self._requirements.means_gradients
+
+    @property
     def has_gathered(self) -> bool:
         """Whether gradients wait for the next step."""
         return self._gathered.waits
@@ -213,7 +224,13 @@ class Session(WorkerSession):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Every worker's ``.grad`` becomes the mean of all, weighted by samples."""
+        """Every worker's ``.grad`` becomes the mean of all, weighted by samples.
+
+        With a group, of those of this host.
+        """
+        self._has_mean = True
+        if self._group is not None:
+            self._group.settle()
         trained = {n: p for n, p in enumerate(self._parameters) if p.requires_grad}
         slots, worker = self._store.layout.slots, self._client.worker
         absent = self.replica.collect(tuple(trained))
@@ -228,12 +245,15 @@ class Session(WorkerSession):
         else:  # the server brings what is encoded to all the other places
             absent = tuple(n for n in range(len(slots)) if n not in trained or n in absent)
         request = Average(self._gathered.weight, Row(absent, packed, encoded))
-        self._take_means(trained, self._client.average(request))
+        among = self._client if self._group is None else self._group
+        self._take_means(trained, among.average(request))
 
     def _take_means(self, trained: dict[int, torch.nn.Parameter], averaged: Averaged) -> None:
         """Copy the server's means to every ``.grad``."""
         sparse = {each.number: each for each in averaged.packed}
         gradients, sources = [], []
+        for number in trained.keys() & set(averaged.absent):
+            trained[number].grad = None  # of a step before, in a worker that sits this one out
         for number in sorted(trained.keys() - set(averaged.absent)):
             parameter, mean = trained[number], self._means[number]
             if number in sparse:
@@ -245,13 +265,22 @@ class Session(WorkerSession):
             sources.append(mean)
         self.replica.take_means(gradients, sources)
 
+    def step_of_host(self, closure: Callable[[], Any]) -> Any:
+        """The closure of a step, and the mean, also where it has made no gradient."""
+        self._has_mean = False
+        output = closure()
+        if not self._has_mean:
+            self.average()
+        return output
+
     def _abstain(self) -> None:
         """This mini-batch has no gradient (``training_step`` returned ``None``).
 
         What earlier mini-batches have accumulated still counts.
         """
         self._gathered.leave_out()
-        if self.averages and self._gathered.weight > 0 and not self.accumulates():
+        averages = self.averages and not self.steps_with_host
+        if averages and self._gathered.weight > 0 and not self.accumulates():
             self.average()  # no backward will do it
 
     def training_step(self, step: Callable[[], Any]) -> Any:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from hybridtrain.exchanges import Await, Leaving, LocalExchange, Offer
+from hybridtrain.profiling import Phase
 from hybridtrain.protocol.messages import Changes, ExchangePush, Released, Row
 from hybridtrain.training.step.remote_state import without_fetching
 from hybridtrain.training.step.worker_step import Closure, StepParts, WorkerStep, as_float, run
 from hybridtrain.updates import Saved
+from hybridtrain.worker.host_group import HostGroup, MeanParameters
 from hybridtrain.worker.local_steps import LocalSteps
 from hybridtrain.worker.replica_own import OwnReplica
 
@@ -23,6 +25,7 @@ class LocalStep(WorkerStep):
         optimizer, number, parts: see :class:`~hybridtrain.training.step.worker_step.WorkerStep`.
         replica: the worker's parameters.
         exchange: decides when something leaves.
+        group: the workers of this host, if they go on together.
     """
 
     def __init__(
@@ -32,11 +35,20 @@ class LocalStep(WorkerStep):
         parts: StepParts,
         replica: OwnReplica,
         exchange: LocalExchange,
+        group: HostGroup | None = None,
     ) -> None:
         super().__init__(optimizer, number, parts)
-        client, fresh = parts.client, parts.requirements.whole_rounds
-        place, self._own = (client.worker, client.n_workers), replica
-        self._local = LocalSteps(optimizer, self.numbers, replica, exchange, fresh, *place)
+        client, wants = parts.client, parts.requirements
+        place, self._own, self._group = (client.worker, client.n_workers), replica, group
+        self._used = 0.0  # samples of this worker since its last offer, in a group
+        self._means: MeanParameters | None = None
+        if group is not None:
+            place = group.number, group.n_groups
+            if wants.mean_every:
+                self._means = MeanParameters(replica, group, self.numbers, wants.mean_every)
+        source = self._means or replica
+        fresh = wants.whole_rounds
+        self._local = LocalSteps(optimizer, self.numbers, source, exchange, fresh, *place)
 
     def _step(self, closure: Closure | None) -> Any:
         loss = run(closure) if closure is not None else None
@@ -44,6 +56,8 @@ class LocalStep(WorkerStep):
         return loss
 
     def skip(self) -> None:
+        if self._group is not None:
+            self._group.pop_weight()  # the precision plugin skips this step in all workers alike
         self._advance(0.0)
 
     def flush(self, ends: bool) -> None:
@@ -58,7 +72,15 @@ class LocalStep(WorkerStep):
         """One step with the gradients of so many samples; with none, the others make it."""
         self._check_members()
         self._end_step()
-        self._hand_over(self._local.advance(samples))
+        self._used += samples
+        if self._means is not None:
+            self._means.begin_step(samples)
+        elif self._group is not None:
+            samples = self._group.pop_weight()
+        leaving = self._local.advance(samples)
+        if self._means is not None:
+            self._means.end_step()
+        self._hand_over(leaving)
 
     def _hand_over(self, leaving: Leaving, calls: bool = False) -> None:
         """Push what leaves the worker, and wait for the release where the exchange does.
@@ -75,7 +97,7 @@ class LocalStep(WorkerStep):
             leaving = self._local.take() if fetched else None
 
     def _push(self, offer: Offer, calls: bool) -> None:
-        weight, encoded = offer.weight, offer.encoded
+        (weight, samples), encoded = self._counted(offer), offer.encoded
         absent = self._own.hand_over(self.numbers, offer.values, encoded)
         looks = weight > 0 and encoded is None  # only what is finite is encoded
         if looks and not self._guard.accepts(self.numbers, absent):
@@ -86,7 +108,7 @@ class LocalStep(WorkerStep):
             weight,
             Row(absent, encoded=n_bytes),
             Changes(self._told_groups(whole=False)),
-            samples=weight if offer.samples is None else offer.samples,
+            samples=samples,
             fault=self._guard.pop_fault(),
             loss=as_float(self._loss),
             fetch=offer.fetch,
@@ -94,6 +116,20 @@ class LocalStep(WorkerStep):
             calls=calls,
         )
         self._client.offer(push, self._take, settles=not offer.only_fetches)
+
+    def _counted(self, offer: Offer) -> tuple[float, float]:
+        """What the offer weighs, and the samples that this worker has used for it."""
+        weight, samples = offer.weight, offer.weight if offer.samples is None else offer.samples
+        if self._group is None or offer.only_fetches:
+            return weight, samples
+        if self._means is not None:
+            weight = self._group.sum(weight)
+        samples, self._used = self._used, 0.0
+        return weight if self._group.leads else 0.0, samples
+
+    def timed(self) -> list[tuple[Phase, object, str, str]]:
+        meets = self._group is not None
+        return [(Phase.WAIT, self._group, "_meet", "mean of the host")] if meets else []
 
     def _take(self, released: Released) -> None:
         self.version = released.version
@@ -103,16 +139,19 @@ class LocalStep(WorkerStep):
         return without_fetching(self.optimizer) | self._of_masters(saved)
 
     def own_state(self) -> dict[str, Any]:
-        return {
+        own = {
             "state": without_fetching(self.optimizer)["state"],
             "exchange": self._local.exchange.state(),
             "parameters": self._own.kept(self.numbers),
         }
+        return own if self._means is None else {**own, "means": self._means.state()}
 
     def load_own_state(self, saved: Mapping[str, Any]) -> None:
         if "state" in saved:
             now = self.optimizer.state_dict()
             self.optimizer.load_state_dict(now | {"state": saved["state"]})
         self._local.exchange.load_state(saved["exchange"])
+        if self._means is not None and (since := saved.get("means")):
+            self._means.load_state(since)
         if own := saved.get("parameters"):
             self._own.keep(self.numbers, own)
