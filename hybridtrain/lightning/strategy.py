@@ -225,7 +225,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
                 self._back.catch_up()
             trainer = self._session.trainer
             if self.place.n_hosts > 1 and self._back is None:
-                compare_workers(self.client, trainer, self._loaders.lengths)
+                plans = [sampler.plan for sampler in self._loaders.samplers]
+                compare_workers(self.client, trainer, plans)
             self._session.install()
             if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)

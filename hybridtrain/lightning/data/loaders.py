@@ -206,11 +206,6 @@ class Loaders:
         steps = [s.last_step(worker) for s in self.samplers if isinstance(s, ShareSampler)]
         return min(steps) if mode == "min_size" else max(steps)
 
-    @property
-    def lengths(self) -> list[int]:
-        """The samples of each training loader that workers share."""
-        return [sampler.plan.length for sampler in self.samplers]
-
     # ---- mini-batches ---------------------------------------------------------------------------
 
     @cached_property

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 import hybridtrain
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.options.strategy_arguments import LightningArguments
 from hybridtrain.util.option_types import hints
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
     from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
+    from hybridtrain.training.samplers import EpochPlan
     from hybridtrain.worker.client import Client
 
 # A host may have its own: where files lie, and how its processes are started.
@@ -58,7 +60,7 @@ def about_this_host(
     options["policy"] = given.get("policy")
     model = arguments.get("model") or trainer.lightning_module
     return {
-        "name": socket.gethostname(),
+        "name": f"host {strategy.node_rank} ({socket.gethostname()})",
         "versions": _versions(),
         "source": _digest_of_source(),
         "seed": os.environ.get("PL_GLOBAL_SEED", "not given"),
@@ -85,20 +87,26 @@ def compare_configuration(content: Mapping[str, Any]) -> None:
     )
 
 
-def compare_workers(client: Client, trainer: Trainer, samples: Sequence[int]) -> None:
-    """Compare what only workers know: their optimizers, and the ``samples`` of their loaders.
+def compare_workers(client: Client, trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
+    """Compare what only workers know: optimizers, their loaders' plans, where training goes on.
 
     Raises:
         UserError: if those of two hosts differ.
     """
+    place = context_of(trainer).place
     mine = {
-        "name": socket.gethostname(),
+        "name": f"host {place.host} ({socket.gethostname()})",
         "optimizers": {
             f"{name} of optimizer {number}": described(value)
             for number, optimizer in enumerate(trainer.optimizers)
             for name, value in {"class": type(optimizer), **optimizer.defaults}.items()
         },
-        "data": {f"samples of loader {number}": n for number, n in enumerate(samples)},
+        "data": {
+            f"{name} of loader {number}": value
+            for number, plan in enumerate(plans)
+            for name, value in (("samples", plan.length), ("batch sizes", list(plan.sizes)))
+        },
+        "progress": {"global_step": trainer.global_step},
     }
     first, *others = client.gather("what hosts train", mine)
     if reason := next(
@@ -142,6 +150,7 @@ _ADVICE = {
     "model": "make the same model on all hosts",
     "optimizers": "configure the same optimizers on all hosts",
     "data": "give all hosts the same data",
+    "progress": "put the checkpoint to go on from under the same path on every host",
 }
 
 

@@ -300,7 +300,12 @@ class Predicts(Net):
 @pytest.mark.parametrize("policy", ["hybrid", "async", "local_sgd"])
 @pytest.mark.parametrize(
     ("own", "named"),
-    [("SAMPLES", "samples of .* is 40 on .* and 64 "), ("RATE", "lr of optimizer 0 is 0.5 on")],
+    [
+        ("SAMPLES", r"samples of loader 0 is 40 on host 1 \(.* and 64 on host 0; give"),
+        ("BATCH", r"batch sizes of loader 0 is \[2, 2\] on host 1 .* and \[4, 4\] on host 0"),
+        ("RATE", r"lr of optimizer 0 is 0.5 on host 1 .* and 0.01 on host 0; configure"),
+        ("CKPT", r"global_step is 0 on host 1 .* and \d+ on host 0; put the checkpoint"),
+    ],
 )
 def test_hosts_with_other_data_or_rates_are_told_apart(
     policy: str, own: str, named: str, tmp_path: Path
@@ -315,12 +320,22 @@ def test_hosts_with_other_data_or_rates_are_told_apart(
             devices=1,
             num_nodes=2,
             logger=False,
-            max_epochs=1,
+            max_epochs=2,
             enable_checkpointing=False,
             enable_progress_bar=False,
         )
-        trainer.fit(Net(0.5 if own == "RATE" and host else 0.01), datamodule=Owned(n))
+        size = 2 if own == "BATCH" and host else 4
+        trainer.fit(
+            Net(0.5 if own == "RATE" and host else 0.01),
+            datamodule=Owned(n, size),
+            ckpt_path=checkpoint if own == "CKPT" and host == 0 else None,
+        )
 
+    checkpoint = str(tmp_path / "begun.ckpt") if own == "CKPT" else None
+    if checkpoint is not None:
+        before = pl.Trainer(strategy=policy, accelerator="cpu", max_epochs=1, logger=False)
+        before.fit(Net(), datamodule=Owned(SAMPLES, 4))
+        before.save_checkpoint(checkpoint)
     for host in run_hosts(tmp_path, run):
         assert host.status == 1 and re.search(named, host.said), host.said[-3000:]
 
@@ -328,10 +343,10 @@ def test_hosts_with_other_data_or_rates_are_told_apart(
 class Owned(pl.LightningDataModule):
     """Data that a host makes by itself, in its workers."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, size: int) -> None:
         super().__init__()
-        self.n = n
+        self.n, self.size = n, size
 
     def train_dataloader(self) -> DataLoader[Any]:
         x = torch.randn(self.n, 8, generator=torch.Generator().manual_seed(0))
-        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=self.size)
