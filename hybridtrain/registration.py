@@ -23,7 +23,7 @@ from hybridtrain.schemes import SCHEMES, parts_of
 
 NAMES = (
     *("hybrid", "async", "synchronous", "backup", "k_async", "k_batch_sync", "k_batch_async"),
-    *("softsync", "ssp", "grace", "switch", "hogwild", *SCHEMES),
+    *("softsync", "ssp", "grace", "switch", "hogwild", *SCHEMES, "sandblaster"),
 )
 
 

@@ -55,6 +55,7 @@ SIMULATED: dict[str, list[str]] = {
     "hogwild": ["strategy=hogwild", FEWER_STEPS],
     "k_async": ["strategy=k_async:k=2"],
     "k_batch_sync": ["strategy=k_batch_sync:k=4"],
+    "sandblaster": ["strategy=sandblaster", "data.passes=1", "trainer.max_epochs=100"],
     "ssp": ["strategy=ssp:lead=3"],
     "switch": ["strategy=switch:first=hybrid:then=async:at_update=200"],
 }
@@ -77,6 +78,7 @@ TIMELINES: dict[str, list[str]] = {
     "k_async": ["strategy=k_async:k=2"],
     "k_batch_sync": ["strategy=k_batch_sync:k=2"],
     "local_sgd": ["strategy=local_sgd:every=4"],
+    "sandblaster": ["strategy=sandblaster", "update=lbfgs", "data.points=32", "data.batch_size=8"],
     "ssp": ["strategy=ssp:lead=2"],
     "streaming_diloco": ["strategy=streaming_diloco:every=6"],
     "switch": ["strategy=switch:first=hybrid:then=async:at_update=2"],

@@ -13,6 +13,7 @@ from hybridtrain.exchanges.exchange import (
     Offer,
     Ways,
     WorkerGradients,
+    evaluates,
 )
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
 from hybridtrain.exchanges.own_steps import StepsOwnParameters
@@ -35,6 +36,7 @@ __all__ = [
     "WorkerGradients",
     "check_visits",
     "combine",
+    "evaluates",
     "exchange_of",
     "make_exchange",
 ]

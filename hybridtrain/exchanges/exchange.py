@@ -140,7 +140,7 @@ class Offer:
     masters back (else it only hears that it may go on); ``encoded``: what travels instead of the
     values, (n,) uint8, if something does (:mod:`hybridtrain.exchanges.compression`); ``samples``:
     used since the last offer, if that is another number; ``later``: computing goes on, until the
-    exchange awaits the answer.
+    exchange awaits the answer; ``loss``: the mean over these samples, else the last mini-batch's.
     """
 
     values: Sequence[torch.Tensor | None]
@@ -149,6 +149,7 @@ class Offer:
     encoded: torch.Tensor | None = None
     samples: float | None = None
     later: bool = False
+    loss: float | None = None
 
     @property
     def only_fetches(self) -> bool:
@@ -164,6 +165,11 @@ class Await:
 
 
 Leaving = Offer | Await | None  # ``None``: computing goes on
+
+
+def evaluates(exchange: Exchange) -> bool:
+    """Whether workers never step, but evaluate the whole loss where the update asks for it."""
+    return bool(getattr(exchange, "evaluates", False))
 
 
 class Local(Protocol):
@@ -188,6 +194,11 @@ class Local(Protocol):
     @property
     def samples(self) -> float:
         """Behind these gradients."""
+        ...
+
+    @property
+    def loss(self) -> float:
+        """The mean over these samples, where the exchange evaluates the loss."""
         ...
 
     @property

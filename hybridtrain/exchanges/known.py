@@ -14,6 +14,7 @@ from hybridtrain.exchanges.gradient import Gradient, InPlace
 from hybridtrain.exchanges.movement import Movement
 from hybridtrain.exchanges.sign_sgd import SignSGD
 from hybridtrain.exchanges.streaming import Streaming
+from hybridtrain.exchanges.summed import Summed
 from hybridtrain.policies import Policy
 from hybridtrain.util.option_types import choose
 
@@ -27,6 +28,7 @@ EXCHANGES: dict[str, Callable[..., Exchange]] = {
     "accumulated": Accumulated,
     "elastic": Elastic,
     "sign_sgd": SignSGD,
+    "summed": Summed,
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.exchange import Exchange
+from hybridtrain.exchanges.exchange import Exchange, evaluates
 from hybridtrain.memory import UpdateMaker
 from hybridtrain.policies import Needs, Policy
 
@@ -41,6 +41,7 @@ class Requirements:
     made to wait. ``everyone``: an update is one gradient of each worker, and nothing else.
     ``together``: so many workers, those of a host, go on together, and one of them hands over for
     all; they take the mean of each step's gradients, or, ``mean_every`` so many, of parameters.
+    ``evaluates``: an update is an evaluation of the whole loss, which an epoch makes.
     """
 
     whole_rounds: bool = True
@@ -56,6 +57,7 @@ class Requirements:
     asks: bool = False
     free: bool = False
     everyone: bool = False
+    evaluates: bool = False
     together: int = 1
     mean_every: int = 0
 
@@ -77,7 +79,7 @@ class Requirements:
     @property
     def schedules_own_steps(self) -> bool:
         """Whether a schedule counts its worker's own steps, several of which make an update."""
-        return self.parameters == "own" and self.gathers > 1
+        return self.parameters == "own" and self.gathers > 1 and not self.evaluates
 
     @property
     def in_place(self) -> bool:
@@ -159,12 +161,13 @@ def combine(
         counts="worker" if needs.whole_rounds else "server",
         holds=needs.holds,
         drops_late=needs.drops_late,
-        watches_loss=needs.watches_loss,
+        watches_loss=needs.watches_loss or evaluates(exchange),
         private_state=getattr(exchange, "optimizer_state", "shared") == "private",
         gathers=needs.gathers * steps,
         later=None if later is None else (later[0], later[1] * steps),
         asks=needs.asks,
         free=needs.free,
+        evaluates=evaluates(exchange),
         everyone=needs.everyone and n_workers > 1 and exchange.parameters == "read",
         together=1 if inside is None else inside.workers,
         mean_every=0 if inside is None else inside.every,
@@ -193,6 +196,12 @@ def _check_inside(policy: Policy, needs: Needs, exchange: Exchange, inside: Insi
 def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
     """Workers that step parameters themselves need a policy that lets them."""
     shared = exchange.parameters == "shared"
+    if needs.whole_pass != evaluates(exchange):
+        raise UserError(
+            f"exchange={exchange} was given with policy={policy}, but a pass over the data that is "
+            "one evaluation of the loss takes both policy=sandblaster and exchange=summed; use "
+            "strategy=sandblaster, or another pair"
+        )
     if getattr(policy, "exchange", None) == "in_place" and not shared:
         raise UserError(
             f"exchange={exchange} was given with policy={policy}, but there workers write to the "

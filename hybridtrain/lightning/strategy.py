@@ -361,12 +361,13 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def hand_over_last(self) -> None:
         """A free-running worker stops: exchange its own steps since the last exchange.
 
-        In lock-step all workers would have to exchange: a resumed run repeats these steps.
+        In lock-step all workers would have to exchange: a resumed run repeats these steps. It
+        repeats a pass that evaluates the loss, too.
         """
         session, stop, wants = self._session, self.client.stop, self.requirements
         asked = stop is not None and not stop.now
         begun = self._loaders is not None and self._loaders.under_way
-        if session is None or wants.whole_rounds or not asked or begun:
+        if session is None or wants.whole_rounds or wants.evaluates or not asked or begun:
             return
         if session.has_own_parameters:
             self._hand_over(session)
@@ -416,6 +417,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         self.flush(ends)
         self.collectives.local = False
         agree(self._session, self._count, self.collectives)
+        self._has_asked &= not self.requirements.evaluates  # the masters are not what is evaluated
         if self._count is None and self._session is not None and self._all_meet:
             self._session.catch_up()
         if self._losses is not None:

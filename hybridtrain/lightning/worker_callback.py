@@ -12,7 +12,11 @@ from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around
-from hybridtrain.lightning.preflight.strategy_checks import advise, advise_on_interval
+from hybridtrain.lightning.preflight.strategy_checks import (
+    advise,
+    advise_on_interval,
+    warn_of_unused,
+)
 from hybridtrain.monitoring.hang_detector import Doing
 from hybridtrain.worker.client import Client
 
@@ -92,6 +96,8 @@ class WorkerCallback(pl.Callback):
         self._client.check_stop()
         self._strategy.align(ends=True)
         if self._advises:
+            if self._strategy.requirements.evaluates:
+                warn_of_unused(trainer.optimizers)
             advise(trainer.optimizers, self._client.stats()["staleness"]["mean"])
             if self._strategy.session is not None and self._position.resumed is None:
                 advise_on_interval(self._strategy.exchange, self._strategy.session.steps)

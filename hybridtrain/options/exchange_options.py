@@ -143,6 +143,11 @@ class ElasticOptions(_Options):
     beta: Share = 0.9
 
 
+@dataclass(repr=False)
+class SummedOptions(_Options):
+    """It has none."""
+
+
 # ---- what the workers of one host do together, between two exchanges with other hosts ----------
 
 
@@ -181,4 +186,5 @@ EXCHANGE_OPTIONS: dict[str, type] = {
     "accumulated": AccumulatedOptions,
     "elastic": ElasticOptions,
     "sign_sgd": _Options,
+    "summed": SummedOptions,
 }

@@ -25,6 +25,8 @@ from hybridtrain.protocol.facts import (
 )
 from hybridtrain.util.option_types import Checked, Natural
 
+PASS = 1 << 30  # mini-batches: more than any pass has
+
 
 @dataclass
 class OnArrival:
@@ -118,6 +120,25 @@ class WaitForAll:
         workers = tuple(sorted(self._pushed))
         self._pushed.clear()
         return (Apply(workers), Release(workers))
+
+
+@dataclass
+class WholePass(WaitForAll):
+    """An update is one pass over the data, to which each worker gives its part once.
+
+    Workers draw from one queue until it is empty. Before their first mini-batch of a pass they ask
+    for the point at which the loss is to be evaluated. The coordinator of Sandblaster (Dean et al.
+    2012, appendix, algorithm 1.2).
+    """
+
+    exchange: ClassVar[str] = "summed"
+
+    def begin(self, n_workers: int) -> Needs:
+        super().begin(n_workers)
+        return Needs(False, holds=True, asks=True, gathers=PASS, whole_pass=True)
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        return (Release((fact.worker,)),) if isinstance(fact, Ready) else super().on(fact)
 
 
 # ---- one worker at a time: DeepSpeech's *synchronous* parallel optimisation ---------------------

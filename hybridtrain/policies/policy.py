@@ -17,7 +17,8 @@ class Needs:
     ``turns``: one worker computes at a time, and sends ``Ready`` before each mini-batch; ``asks``:
     only before its first. ``free``: every push is an update, and its worker is released at once.
     ``everyone``: an update has one gradient of each worker, and the policy keeps no state between
-    updates, so workers may complete a round without the server. ``holds``: gradients may be
+    updates, so workers may complete a round without the server. ``whole_pass``: an update is a pass
+    over all data. ``holds``: gradients may be
     accumulated (``Accumulate``), which takes one more row. ``drops_late``: gradients of parameters
     before the last update are dropped. ``watches_loss``: pushes carry the loss. ``gathers``:
     gradients per update, as a rule; ``later``: from which update on another number, and which
@@ -34,6 +35,7 @@ class Needs:
     asks: bool = False
     free: bool = False
     everyone: bool = False
+    whole_pass: bool = False
 
 
 @runtime_checkable

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies.basic import LockFree, NotTooLate, OnArrival, RoundRobin, WaitForAll
+from hybridtrain.policies.basic import (
+    LockFree,
+    NotTooLate,
+    OnArrival,
+    RoundRobin,
+    WaitForAll,
+    WholePass,
+)
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.first_k import Deadline, FirstK, Softsync
 from hybridtrain.policies.grace import Grace
@@ -77,6 +84,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "async": on_arrival,
     "grace": Grace,
     "hogwild": LockFree,
+    "sandblaster": WholePass,
     "switch": switch,
 }
 

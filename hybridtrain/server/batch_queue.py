@@ -28,13 +28,14 @@ processed since.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, StepRequest, Ticket
 from hybridtrain.protocol.spans import Span, Spans, common, merged, split, total, without
 
+NOBODY = -1  # holds what will be part of an update, whoever has done it
 _PLENTY = 4  # a worker draws at once a quarter of its share of what is left
 
 
@@ -76,6 +77,7 @@ class _Pass:
 
     spans: Spans  # the whole pass
     least: tuple[int, ...]  # the smallest mini-batch that each worker can draw
+    limited: bool = False  # each worker has its own number of mini-batches
     served: set[int] = field(default_factory=set)  # workers that have drawn
     drawn: dict[int, list[Spans]] = field(default_factory=dict)  # not part of an update yet
     ended: set[int] = field(default_factory=set)  # workers that will not draw again
@@ -227,7 +229,7 @@ class BatchQueue:
         if request.lap not in self._passes:
             over = any(lap.epoch > epoch for lap in self._passes)  # this epoch has ended
             least = request.sizes if request.drop_last else (1,) * len(request.sizes)
-            self._passes[request.lap] = _Pass(() if over else request.spans, least)
+            self._passes[request.lap] = _Pass(() if over else request.spans, least, request.limited)
         return self._passes[request.lap]
 
     def settle(self, worker: int, covers: tuple[DrawnBatch, ...]) -> None:
@@ -238,6 +240,18 @@ class BatchQueue:
                 drawn[worker].remove(cover.spans)
                 self._passes[cover.lap].done[worker] += total(cover.spans)
                 self._passes[cover.lap].n_done += total(cover.spans)
+
+    def keep(self, worker: int, covers: Sequence[DrawnBatch]) -> int:
+        """These mini-batches are done, but a checkpoint begins the pass anew; returns their holder.
+
+        Where the worker is lost, they are not done again.
+        """
+        for cover in covers:
+            if cover.lap in self._passes:
+                drawn = self._passes[cover.lap].drawn
+                drawn[worker].remove(cover.spans)
+                drawn.setdefault(NOBODY, []).append(cover.spans)
+        return NOBODY
 
     def done(self, worker: int, push: Push, samples: float) -> None:
         """A push of so many ``samples`` is part of an update.
@@ -269,6 +283,18 @@ class BatchQueue:
         """Whether no worker would draw these mini-batches if they were returned."""
         passes = [self._passes[cover.lap] for cover in covers if cover.lap in self._passes]
         return any(self.members <= one.ended for one in passes)
+
+    def is_whole(self, covers: Sequence[DrawnBatch]) -> bool:
+        """Whether with these mini-batches nothing is left of their passes that could be drawn.
+
+        Where each worker has its own number of mini-batches, something may always be.
+        """
+        for lap in {cover.lap for cover in covers} & self._passes.keys():
+            one = self._passes[lap]
+            own = merged([span for cover in covers if cover.lap == lap for span in cover.spans])
+            if not one.limited and total(without(one.unseen(), own)) >= min(one.least):
+                return False
+        return True
 
     def give_back(self, worker: int, covers: tuple[DrawnBatch, ...]) -> None:
         """Return these mini-batches to the queue, for any worker."""

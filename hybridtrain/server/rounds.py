@@ -266,6 +266,9 @@ class Rounds:
             match order:
                 case Apply() if self._over:  # an earlier order made the last update
                     break
+                case Apply(workers) if self._lacks_portions(workers):
+                    for worker in workers:
+                        self._hold(worker)
                 case Apply(workers):
                     self._apply(workers)
                 case Release(workers):
@@ -279,6 +282,14 @@ class Rounds:
                 case SetTimer(at_s):
                     self.wake_at_s = at_s
         return replies + self._release_all() if self._over else replies
+
+    def _lacks_portions(self, workers: Iterable[int]) -> bool:
+        """Whether others will still process a part of the pass that this update evaluates."""
+        if not self.requirements.evaluates:
+            return False
+        pushed = [cover for worker in workers for cover in self.pushed[worker].covers]
+        held = [cover for _, _, covers in self._held for cover in covers]
+        return not self._queue.is_whole([*pushed, *held])
 
     def _release_all(self) -> Replies:
         """Update limit reached: drop pending pushes and release all workers."""
@@ -326,7 +337,10 @@ class Rounds:
         push = self.pushed[worker]
         self.take(worker, push.writes)
         if self.optimizers.hold(worker, push):
-            self._held.append((worker, self._statistics.age(worker), push.covers))
+            holder = (
+                self._queue.keep(worker, push.covers) if self.requirements.evaluates else worker
+            )
+            self._held.append((holder, self._statistics.age(worker), push.covers))
         else:
             self._queue.settle(worker, push.covers)
         self._outcome[worker] = _NOTHING
@@ -353,6 +367,7 @@ class Rounds:
         if self.store is not None and fetches and not isinstance(push, MadeStep):
             self.store.refresh(worker)
             self.optimizers.read(worker)
+            self.optimizers.show_trial(worker)
         self._statistics.released(worker, fetches)
         stepped = self._outcome.pop(worker, _NOTHING)
         tickets = tuple(self._queue.draw(worker, each) for each in (push.draws if push else ()))

@@ -13,7 +13,8 @@ Options (several values: separated by commas, where it says so):
                       backup:k=3, backup:k=auto, k_async:k=3, k_batch_sync:k=3,
                       k_batch_async:k=3, softsync:n=2, ssp:lead=2, async,
                       switch:first=hybrid:then=async:at_update=100 (default hybrid,async);
-                      with task=...: local_sgd:every=32, diloco, easgd, async_diloco, downpour
+                      with task=...: local_sgd:every=32, diloco, easgd, async_diloco, downpour,
+                      sandblaster
   workers=N,...       how many workers, those that join later included (default 8)
   batch_size=N        samples in a mini-batch (default 32)
   epoch=N             samples after which all workers meet (default: they never do; of a task, its

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import ExchangeSpec, make_exchange
+from hybridtrain.exchanges import ExchangeSpec, evaluates, exchange_of, make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.server.timeline import Timeline
 from hybridtrain.updates.named import UpdateSpec, make_update
@@ -141,7 +141,7 @@ def _world(
         timeline=timeline,
     )
     if plan.train is None:
-        if way.exchange is not None:
+        if way.exchange is not None or evaluates(exchange_of(policy)):
             raise UserError(
                 f"strategy={way.label} was given without task=...; its workers train on their own, "
                 "so there must be something to train"

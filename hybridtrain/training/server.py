@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Unpack
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, exchange_of
+from hybridtrain.exchanges import Exchange, evaluates, exchange_of
 from hybridtrain.monitoring.watchdog import SlowReport, to_stderr
 from hybridtrain.options.strategy_arguments import DEFAULTS, SchemeArguments, checked, unknown
 from hybridtrain.policies import POLICIES, make_policy
@@ -99,6 +99,12 @@ class Server(Scheme, Closed):
                 "the body was; use on_failure=continue or stop"
             )
         exchange = exchange_of(make_policy(given["policy"]), given["exchange"])  # type: ignore[typeddict-item]
+        if evaluates(exchange):
+            raise UserError(
+                f"exchange={exchange} was given, whose updates say where the loss is to be "
+                "evaluated, but a body goes on from the masters; train a LightningModule with "
+                "strategy=sandblaster, or use strategy=hybrid"
+            )
         steps, update = _who_steps(exchange, optimizer, given["update"])
         self.choose({**given, "update": update})
         self._make, self._model = _maker(steps), Model(model)

@@ -85,7 +85,8 @@ class Update(Protocol):
     parameters, by slot number, whose last step moved only these rows; ``puts_off``: rows without a
     gradient are stepped later, at the latest in :meth:`settle`; ``wants_staleness``: contributions
     must carry it; ``sums``: contributions are added, not averaged; ``merge``: the
-    user's rule, which gets contributions apart.
+    user's rule, which gets contributions apart; ``trial``: by slot number, where workers are to
+    evaluate the loss next, if not at the masters.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Update(Protocol):
     wants_staleness: bool = False
     sums: bool = False
     merge: MergeRule | None = None
+    trial: Mapping[int, torch.Tensor] = MappingProxyType({})
 
     def read(self, worker: int) -> None:
         """The worker reads the masters now, and computes its next gradient there."""

@@ -15,6 +15,7 @@ from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.groups import calls_closure, look_for_no_device, needs_closure
 from hybridtrain.updates.kernels import kernel_for
 from hybridtrain.updates.per_tensor import ClosureOptimizer, PerTensorUpdate
+from hybridtrain.updates.searches import Searches, SearchUpdate
 from hybridtrain.updates.serialize import load
 from hybridtrain.updates.shared_state import SharedStateOptimizer
 from hybridtrain.updates.sparse.by_row import ByRow
@@ -73,6 +74,8 @@ def build_update(
     if merge is not None:
         _check_merges(merge, optimizer)
         return PerTensorUpdate(optimizer, numbers, store, merge)
+    if isinstance(optimizer, Searches):
+        return SearchUpdate(optimizer, numbers, store)
     if isinstance(optimizer, DelayTolerant) and not store.lock_free:
         return DelayTolerantUpdate(optimizer, numbers, store)
     if store.lock_free and not needs_closure(optimizer):

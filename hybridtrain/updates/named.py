@@ -12,10 +12,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange
+from hybridtrain.exchanges import Exchange, evaluates
 from hybridtrain.exchanges.exchange import MergeRule, WorkerGradients, by_parameter
 from hybridtrain.updates.delay_tolerant import AdaDelay, AdaptiveRevision, AsyncAdaDA
 from hybridtrain.updates.groups import Groups, evaluated, with_gradients
+from hybridtrain.updates.searches import LBFGS, GradientDescent, Searches
 from hybridtrain.util.option_types import (
     Checked,
     Decay,
@@ -178,6 +179,8 @@ OURS: dict[str, type[torch.optim.Optimizer]] = {
     "async_ada_da": AsyncAdaDA,
     "adadelay": AdaDelay,
     "delayed_nesterov": DelayedNesterov,
+    "lbfgs": LBFGS,
+    "gradient_descent": GradientDescent,
 }
 KNOWN: dict[str, type[torch.optim.Optimizer]] = OURS | {
     name.lower(): kind
@@ -286,8 +289,27 @@ def update_of(exchange: Exchange, given: UpdateSpec | NamedUpdate = None) -> Nam
             f"update={made.name} was given with exchange={exchange}, but there workers step the "
             "parameters with the module's own optimizer; leave it out, or use policy=async"
         )
+    _check_evaluations(exchange, made)
     inherits = exchange.parameters != "own"
     return replace(made, inherits=inherits)
+
+
+def _check_evaluations(exchange: Exchange, made: NamedUpdate) -> None:
+    """A line search takes evaluations of the whole loss, and nothing else can use them well."""
+    searches = issubclass(KNOWN.get(made.name, torch.optim.SGD), Searches)
+    if searches and not evaluates(exchange):
+        raise UserError(
+            f"update={made.name!r} was given with exchange={exchange}, but it evaluates the loss "
+            "several times in a step, and there is nothing to evaluate where what was handed over "
+            "is applied; use strategy=sandblaster, or let the module's own optimizer be LBFGS, "
+            "with strategy=hybrid and exchange=gradient"
+        )
+    if evaluates(exchange) and not searches:
+        raise UserError(
+            f"update={made.name!r} was given with exchange={exchange}, where an epoch is one "
+            f"evaluation of the whole loss, and {made.name} would make one step with it; use "
+            "update=lbfgs or gradient_descent, or train on mini-batches with strategy=hybrid"
+        )
 
 
 def make_update(given: UpdateSpec) -> NamedUpdate | None:
@@ -306,12 +328,6 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
     if name in MERGE_RULES:
         return NamedUpdate(USER, merge=choose("update", given, MERGE_RULES, MergeRule))  # type: ignore[type-abstract]
     known = {USER, *_SUBTRACT, *MERGE_RULES, *KNOWN}
-    if name == "lbfgs":
-        raise UserError(
-            f"update={shown(given)} was given; LBFGS evaluates the loss several times in a step, "
-            "and there is nothing to evaluate where what was handed over is applied; let the "
-            "module's own optimizer be LBFGS, with strategy=hybrid and exchange=gradient"
-        )
     if name not in known:
         raise UserError(
             f"update={shown(given)} was given{hint(name, known)}; known are {USER} (the module's "

@@ -18,6 +18,7 @@ from hybridtrain.protocol.messages import (
     OWN_STEPS,
     Changes,
     Clip,
+    ExchangePush,
     GradientPush,
     Push,
     StepNumber,
@@ -160,7 +161,7 @@ class Optimizers:
             if self._place is not None:
                 update = self._updates[number] = for_sparse(update, contributions, *self._place)
             with self.late.watch(contributions, update.members):
-                given = StepInput(contributions, clip, evaluation_of(counted), rate)
+                given = StepInput(contributions, clip, evaluation_of(counted, held), rate)
                 again = update.step(given)
             if self._place is not None:  # for workers with their own copies
                 self._place[0].moves.note(numbers_of(update.members), update.moved)
@@ -273,6 +274,13 @@ class Optimizers:
         for update in self._updates:
             update.read(worker)
 
+    def show_trial(self, worker: int) -> None:
+        """The worker's parameters become the point at which it is to evaluate the loss."""
+        for number, point in [each for update in self._updates for each in update.trial.items()]:
+            assert self._place is not None, "what is evaluated has a place"
+            store = self._place[0]
+            store.parameter(worker, store.layout.slots[number]).copy_(point)
+
     # ---- state ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -307,9 +315,10 @@ def _clip_of(push: Push) -> Clip | None:
     return push.clip if isinstance(push, GradientPush) else None
 
 
-def evaluation_of(pushes: Mapping[int, Push]) -> Evaluation:
+def evaluation_of(pushes: Mapping[int, Push], held: Accumulator | None = None) -> Evaluation:
     """The mean of the losses, weighted by samples."""
     losses = [(push.loss, push.weight) for push in pushes.values() if push.loss is not None]
+    losses += [] if held is None else held.losses
     total = sum(weight for _, weight in losses)
     mean = sum(loss * weight for loss, weight in losses) / total if losses else None
     gradients = [push for push in pushes.values() if isinstance(push, GradientPush)]
@@ -392,6 +401,7 @@ class Accumulator:
     weight: float = 0.0
     count: float = 0.0  # the weights, each times its staleness factor
     clip: Clip | None = None
+    losses: list[tuple[float, float]] = field(default_factory=list)  # of evaluations, and weights
     _present: set[int] = field(default_factory=set)
     _packed: dict[int, Packed] = field(default_factory=dict)
 
@@ -411,6 +421,8 @@ class Accumulator:
         self.weight += push.weight
         self.count += count
         self.clip = _clip_of(push) or self.clip
+        if push.loss is not None and isinstance(push, ExchangePush):
+            self.losses.append((push.loss, push.weight))
 
     def _add_rows(self, worker: int, weight: float) -> None:
         """Add whole buffers: no gradient is absent or sparse."""

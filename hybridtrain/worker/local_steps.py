@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Leaving, LocalExchange
+from hybridtrain.exchanges import Leaving, LocalExchange, evaluates
 from hybridtrain.updates.groups import needs_closure, puts_off
 from hybridtrain.updates.kernels.choice import own_step
 
@@ -56,7 +56,7 @@ class LocalSteps:
         worker: int,
         workers: int,
     ) -> None:
-        if needs_closure(optimizer):
+        if needs_closure(optimizer) and not evaluates(exchange):
             raise UserError(
                 f"{type(optimizer).__name__} was given with exchange={exchange}, but it evaluates "
                 "its closure several times in a step, and a worker's own step has one gradient; "
@@ -67,7 +67,7 @@ class LocalSteps:
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters = source.parameters(numbers)
         self._masters = source.masters(numbers)
-        self.samples, self.ends = 0.0, False
+        self.samples, self.loss, self.ends = 0.0, 0.0, False
         self.fresh, self.worker, self.workers = fresh, worker, workers
 
     @property
@@ -90,9 +90,9 @@ class LocalSteps:
         numbers = self._numbers
         return self._source.moved(numbers if places is None else [numbers[p] for p in places])
 
-    def advance(self, samples: float) -> Leaving:
+    def advance(self, samples: float, loss: float | None = None) -> Leaving:
         """One step with the gradients of so many samples; with none, the others make it."""
-        self.samples = samples
+        self.samples, self.loss = samples, 0.0 if loss is None else loss
         with torch.no_grad():
             if samples > 0:
                 return self.exchange.step(self)

@@ -397,7 +397,7 @@ def test_an_exchange_that_makes_no_sense_is_refused(given: Any, fragments: list[
 )
 def test_an_update_that_makes_no_sense_is_refused(given: Any, fragments: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        make_update(given)
+        update_of(make_exchange("movement"), given)
     for fragment in fragments:
         assert fragment in str(error.value)
 

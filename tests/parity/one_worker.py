@@ -71,6 +71,10 @@ CLAIMS: dict[str, Claim] = {
     "power_sgd": Claim(
         why="the optimizer gets a gradient of rank 4", only=_SCHEDULES, themes=("schedulers",)
     ),
+    "sandblaster": Claim(
+        why="an epoch is one evaluation for a line search, not a step for each mini-batch",
+        themes=("manual",),
+    ),
     "async_diloco": Claim(
         why=f"an outer momentum; {_STEPS}", only=_SCHEDULES, themes=("schedulers",)
     ),
@@ -121,7 +125,7 @@ def allowed(case: Case, strategy: str) -> Grade:
 
 def refuses(case: Case, strategy: str) -> bool:
     """Whether the strategy says before training that it cannot do this."""
-    own = strategy in ("local_sgd", "post_local_sgd", "downpour")
+    own = strategy in ("local_sgd", "post_local_sgd", "downpour", "sandblaster")
     waits = strategy in ("hybrid", "backup", "k_async")
     if case.theme == "manual":
         return own

@@ -121,6 +121,7 @@ class Facts:
             known = {own: OWN_STEP} | ({updates: UPDATE_OF_ALL} if updates == own else {})
         else:
             several = f"{UPDATE}, of {wants.gathers} mini-batches as a rule"
+            several = f"{UPDATE}, which is a whole epoch" if wants.evaluates else several
             known = {own: OWN_STEP, updates: UPDATE if wants.gathers == 1 else several}
             known |= (
                 {batches: MINI_BATCH} if calls or (updates, wants.gathers) == (batches, 1) else {}
@@ -168,6 +169,9 @@ def counted(strategy: str) -> dict[str, str]:
     assert facts.rows == sorted(set(facts.rows)) and max(facts.rows) <= facts.steps
     assert not lockstep or len(facts.rows) == facts.steps
     every = "each step" if lockstep else "each mini-batch of worker 0"
+    if facts.trainer.strategy.requirements.evaluates:  # type: ignore[attr-defined]
+        assert len(facts.rows) == facts.steps - 1
+        every = "each update but the last"
     return {
         COLUMNS[0]: facts.names(facts.steps),
         COLUMNS[1]: facts.names(by_step),
@@ -196,6 +200,8 @@ def ended(strategy: str) -> dict[str, str]:
     left = "none: each step is handed over"
     if own.parameters == "own":
         left = "handed over" if all(p.item() < 0 for p in short.module.fallen) else "lost"
+    if own.evaluates:
+        left = "none: an epoch is one evaluation"
     return {COLUMNS[4]: f"{MAX_STEPS} {ENDS.get(unit, 'updates')}", COLUMNS[7]: left}
 
 

@@ -12,12 +12,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.callbacks import (
     BatchSizeFinder,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import nn
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange
@@ -222,6 +224,8 @@ def check_own_parameters(strategy: HybridStrategy, trainer: Any) -> None:
         )
     if strategy.world_size > 1:
         _check_callbacks(trainer, asked)
+    if strategy.requirements.evaluates and trainer.state.fn == "fit":
+        check_evaluations(trainer, asked)
     _check_module(strategy, trainer, asked)
 
 
@@ -246,6 +250,55 @@ def _check_callbacks(trainer: Any, asked: str) -> None:
                 "worker's own parameters, and what is validated and saved are the masters; leave "
                 "it out, or use exchange=gradient"
             )
+
+
+# ---- an epoch that is one evaluation of the whole loss -------------------------------------------
+
+_BY_CHANCE = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+_BY_PORTION = nn.modules.batchnorm._BatchNorm
+
+
+def check_evaluations(trainer: Any, asked: str) -> None:
+    """Check that the loss of a pass is a function of the parameters alone, as a line search takes.
+
+    Raises:
+        UserError: naming the module or option, and what to do.
+    """
+    for name, each in trainer.lightning_module.named_modules():
+        chance = isinstance(each, _BY_CHANCE) and each.p > 0
+        if each.training and (chance or isinstance(each, _BY_PORTION)):
+            why = "draws anew in every pass" if chance else "sees one portion at a time"
+            raise UserError(
+                f"{name} ({type(each).__name__}) was given with {asked}, but it {why}, so that two "
+                "passes at the same parameters have different losses, and no line search can "
+                f"compare them; {'set its p to 0' if chance else 'use LayerNorm'}, put it into "
+                "eval() before trainer.fit, or use strategy=hybrid"
+            )
+    accumulates = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)
+    for name, given, why in (
+        ("gradient_clip_val", trainer.gradient_clip_val, "it would clip each portion's gradient"),
+        (
+            "accumulate_grad_batches",
+            accumulates or trainer.accumulate_grad_batches != 1,
+            "the gradients of a whole pass add up already",
+        ),
+    ):
+        if given:
+            raise UserError(f"{name} was given with {asked}, but {why}; leave it out")
+
+
+def warn_of_unused(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """The module's own optimizer never steps, and what it adds to the gradient is lost."""
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+        if group.get("weight_decay"):
+            rank_zero_warn(
+                f"weight_decay={group['weight_decay']} of the module's own optimizer has no effect "
+                "under strategy=sandblaster, whose update steps instead; add it to the loss"
+            )
+            return
 
 
 def advise_on_interval(exchange: Exchange, steps: Sequence[WorkerStep]) -> None:

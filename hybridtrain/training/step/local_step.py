@@ -73,11 +73,13 @@ class LocalStep(WorkerStep):
         self._check_members()
         self._end_step()
         self._used += samples
+        if samples > 0 and self._parts.requirements.evaluates:  # a sum could not tell which it was
+            self._guard.accepts(self.numbers, self._replica.collect(self.numbers))
         if self._means is not None:
             self._means.begin_step(samples)
         elif self._group is not None:
             samples = self._group.pop_weight()
-        leaving = self._local.advance(samples)
+        leaving = self._local.advance(samples, as_float(self._loss))
         if self._means is not None:
             self._means.end_step()
         self._hand_over(leaving)
@@ -110,7 +112,7 @@ class LocalStep(WorkerStep):
             Changes(self._told_groups(whole=False)),
             samples=samples,
             fault=self._guard.pop_fault(),
-            loss=as_float(self._loss),
+            loss=as_float(self._loss) if offer.loss is None else offer.loss,
             fetch=offer.fetch,
             later=offer.later,
             calls=calls,
@@ -139,6 +141,8 @@ class LocalStep(WorkerStep):
         return without_fetching(self.optimizer) | self._of_masters(saved)
 
     def own_state(self) -> dict[str, Any]:
+        if self._parts.requirements.evaluates:  # a pass is begun anew
+            return {}
         own = {
             "state": without_fetching(self.optimizer)["state"],
             "exchange": self._local.exchange.state(),

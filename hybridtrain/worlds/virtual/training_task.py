@@ -141,14 +141,18 @@ class SimulatedWorker:
         torch._foreach_copy_(self.parameters(self.numbers), self.masters(self.numbers))
 
     def advance(
-        self, gradients: Sequence[torch.Tensor | None], samples: float, clip: Clip | None
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        samples: float,
+        clip: Clip | None,
+        loss: float | None = None,
     ) -> Leaving:
         """One step with these gradients, in the order of the slots, clipped."""
         for parameter, gradient in zip(self._all, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
         with torch.no_grad():
             clip_gradients([p.grad for p in self._all if p.grad is not None], clip)
-        return self.steps.advance(samples)
+        return self.steps.advance(samples, loss)
 
     def take(self) -> Leaving:
         """The worker has been released; perhaps it pushes again."""
@@ -244,7 +248,7 @@ class SimulatedReplicas:
             own.covers += push.covers
             gradients = self.task.gradient(worker, own.values)
             clip = self.task.clip if isinstance(self.task, TrainingTask) else None
-            return self._offered(worker, own, own.advance(gradients, push.weight, clip))
+            return self._offered(worker, own, own.advance(gradients, push.weight, clip, self.loss))
         gradients = self.task.gradient(worker, self._copies[worker])
         push = self._into_row(push, worker, range(len(self._slots)), gradients)
         if isinstance(self.task, TrainingTask):
@@ -300,7 +304,7 @@ class SimulatedReplicas:
             offer.weight,
             samples=offer.samples,
             covers=covers,
-            loss=loss,
+            loss=loss if offer.loss is None else offer.loss,
             fetch=offer.fetch,
             later=offer.later,
         )

@@ -1,0 +1,350 @@
+"""``sandblaster``: an epoch is one evaluation of the whole loss, whoever processes its portions."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from hybridtrain import HybridStrategy, Server
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges.summed import Summed
+from hybridtrain.lightning.preflight.strategy_checks import warn_of_unused
+from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
+from hybridtrain.policies import make_policy
+from hybridtrain.updates.searches import LBFGS, GradientDescent
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.training_task import Timetable
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from tests.lightning.toys import Recorder, Regression, flat, make_trainer, regression_data
+from tests.picking import by_default
+from tests.recording.test_replay import Run, check_equal
+
+N = 48
+KINDS = {"lbfgs": LBFGS, "gradient_descent": partial(GradientDescent, lr=64.0)}
+OPTIONS: dict[str, Any] = {
+    "lbfgs": "lbfgs",
+    "gradient_descent": {"name": "gradient_descent", "lr": 64.0},  # the first search is long
+}
+
+
+def data() -> TensorDataset:
+    return regression_data(N, torch.float64)
+
+
+def made() -> Regression:
+    torch.manual_seed(5)
+    return Regression().double()
+
+
+class Validated(Regression):
+    """Keeps its validation losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("losses", torch.zeros(40, dtype=torch.float64))
+
+    def on_validation_epoch_end(self) -> None:
+        self.losses[self.current_epoch] = self.trainer.callback_metrics["val/loss"]
+
+
+def trained(
+    workers: int,
+    size: int,
+    epochs: int,
+    update: str = "lbfgs",
+    ckpt: Path | None = None,
+    samples: Any = None,
+    module: Any = None,
+    loader: Any = None,
+    validate: bool = False,
+    **options: Any,
+) -> tuple[Any, pl.Trainer]:
+    """A module after so many passes, and its trainer."""
+    ours = {name: options.pop(name) for name in ("on_failure", "faults") if name in options}
+    strategy = HybridStrategy("sandblaster", update=OPTIONS.get(update, update), **ours)
+    trainer = make_trainer(strategy, workers, max_epochs=epochs, **options)
+    torch.manual_seed(6)
+    train = loader or DataLoader(samples or data(), size, shuffle=True)
+    module = module or made()
+    loaders = (train, DataLoader(data(), N)) if validate else (train,)
+    trainer.fit(module, *loaders, ckpt_path=ckpt)
+    return module, trainer
+
+
+def alone(evaluations: int, update: str) -> list[torch.Tensor]:
+    """Where a line search in one process stands after each evaluation: its accepted points."""
+    module = made()
+    x, y = data().tensors
+    optimizer, accepted, known = KINDS[update](module.parameters()), [flat(module)], {}
+
+    def closure() -> torch.Tensor:
+        here = flat(module).numpy().tobytes()
+        if here not in known and len(accepted) >= evaluations + 1:
+            raise StopIteration
+        module.zero_grad()
+        loss = torch.nn.functional.mse_loss(module.net(x), y)
+        loss.backward()
+        if here not in known:
+            known[here] = True
+            accepted.append(accepted[-1])
+        return loss.detach()
+
+    try:
+        while True:
+            optimizer.step(closure)
+            accepted[-1] = flat(module)
+    except StopIteration:
+        return accepted
+
+
+@pytest.mark.parametrize("update", KINDS)
+@pytest.mark.parametrize(
+    ("workers", "size"), by_default([(1, 7), (1, 48), (2, 5), (3, 4), (3, 20)], (1, 7), (2, 5))
+)
+def test_any_number_of_workers_and_portions_is_one_process_with_all_data(
+    workers: int, size: int, update: str
+) -> None:
+    """The masters are the accepted point, also within a line search."""
+    epochs = 12
+    counted = Recorder(data())
+    module, trainer = trained(workers, size, epochs, update, samples=counted)
+    expected = alone(epochs, update)[epochs]
+    assert float((flat(module) - expected).abs().max()) < 1e-9
+    assert trainer.global_step == epochs
+    assert counted.counts.tolist() == [epochs] * N
+
+
+@pytest.mark.parametrize("update", KINDS)
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_a_resumed_run_goes_on_within_a_line_search_to_the_bit(
+    update: str, epoch: int, tmp_path: Path
+) -> None:
+    _, trainer = trained(1, 7, epoch, update)
+    trainer.save_checkpoint(path := tmp_path / "early.ckpt")
+    resumed, _ = trained(1, 7, 8, update, path)
+    whole, _ = trained(1, 7, 8, update)
+    assert torch.equal(flat(resumed), flat(whole))
+
+
+def test_what_is_validated_is_the_accepted_point() -> None:
+    module, _ = trained(2, 7, 8, "gradient_descent", module=Validated().double(), validate=True)
+    losses = module.losses[:8].tolist()
+    assert losses == sorted(losses, reverse=True), "no trial is seen that was not accepted"
+    x, y = data().tensors
+    last = float(torch.nn.functional.mse_loss(module.net(x), y))
+    assert losses[-1] == pytest.approx(last, rel=1e-12)
+    assert len(set(losses)) < 8, "some epochs have searched on"
+
+
+# ---- workers that fail, training that stops ------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["continue", "restart"])
+@pytest.mark.parametrize("step", by_default([0, 2, 5], 2))
+def test_a_lost_workers_portions_are_evaluated_by_others_at_the_same_point(
+    choice: str, step: int
+) -> None:
+    fault = {"worker": 1, "step": step, "kind": "kill"}
+    module, trainer = trained(3, 4, 6, on_failure=choice, faults=[fault])
+    assert float((flat(module) - alone(6, "lbfgs")[6]).abs().max()) < 1e-9
+    assert trainer.strategy.run_stats()["samples"] == 6 * N
+    assert trainer.global_step == 6
+
+
+class Stops(pl.Callback):
+    """In mid-pass."""
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        if trainer.current_epoch == 2 and rest[-1] == 1:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pass_that_is_broken_off_is_no_evaluation(workers: int, tmp_path: Path) -> None:
+    module, trainer = trained(workers, 4, 6, callbacks=[Stops()])
+    assert float((flat(module) - alone(2, "lbfgs")[2]).abs().max()) < 1e-9
+    trainer.save_checkpoint(path := tmp_path / "early.ckpt")
+    resumed, trainer = trained(workers, 4, 6, ckpt=path)
+    evaluations = trainer.global_step
+    assert float((flat(resumed) - alone(evaluations, "lbfgs")[evaluations]).abs().max()) < 1e-9
+
+
+# ---- what a line search cannot use ---------------------------------------------------------------
+
+
+class With(Regression):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.net.append(layer)
+
+
+class Overflows(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.global_rank == 1 and batch_idx == 1 else loss
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        (lambda: With(torch.nn.Dropout(0.1)), {}, ["net.3", "Dropout", "p to 0", "eval()"]),
+        (lambda: With(torch.nn.BatchNorm1d(1)), {}, ["net.3", "BatchNorm1d", "LayerNorm"]),
+        (made, {"update": "adam"}, ["update='adam'", "one evaluation", "lbfgs", "hybrid"]),
+        (made, {"update": "user"}, ["update='user'", "lbfgs"]),
+        (made, {"gradient_clip_val": 1.0}, ["gradient_clip_val", "portion"]),
+        (made, {"accumulate_grad_batches": 2}, ["accumulate_grad_batches"]),
+        (lambda: Overflows().double(), {}, ["worker 1", "mini-batch 1", "not finite", "net.0"]),
+    ],
+)
+def test_what_it_cannot_compare_is_refused_by_name(
+    module: Any, options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UserError) as refused:
+        trained(2, 4, 2, module=module(), **options)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"policy": "hybrid", "exchange": "summed"},
+        {"policy": "async", "update": "lbfgs"},
+        {"policy": "sandblaster", "exchange": "movement", "update": "mean"},
+    ],
+)
+def test_its_parts_belong_together(parts: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="strategy=sandblaster"):
+        make_trainer(HybridStrategy(**parts), 2).fit(made(), DataLoader(data(), 4))
+
+
+def test_a_loop_of_ones_own_is_not_asked_to_evaluate() -> None:
+    with pytest.raises(UserError, match=r"exchange=Summed\(\).*LightningModule"):
+        Server(torch.zeros(2), "sandblaster")
+
+
+def test_frozen_layers_that_are_in_eval_mode_may_have_dropout() -> None:
+    layer = torch.nn.Dropout(0.5).eval()
+    trained(1, 16, 1, module=With(layer).double())
+
+
+def test_a_search_that_finds_nothing_keeps_the_best_point_and_says_so(recwarn: Any) -> None:
+    class Wrong(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss + (loss.detach() - loss) * 2  # the gradient points uphill
+
+    before = flat(wrong := Wrong().double())
+    module, trainer = trained(1, 16, 30, module=wrong)
+    assert torch.equal(flat(module), before) and trainer.global_step == 30
+    assert "LBFGS has found no lower point in" in " ".join(str(each.message) for each in recwarn)
+
+
+def test_a_minimum_is_said_and_kept(recwarn: Any) -> None:
+    module = torch.nn.Linear(4, 1, bias=False).double()
+
+    class Line(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = module
+
+    found, _ = trained(2, 9, 20, module=Line())
+    x, y = data().tensors
+    best = torch.linalg.lstsq(x, y).solution
+    assert torch.allclose(found.net.weight.T, best, atol=1e-6)
+    said = " ".join(str(each.message) for each in recwarn)
+    assert "LBFGS is at a minimum" in said or "LBFGS has found no lower point" in said
+
+
+def test_weight_decay_of_the_modules_own_optimizer_is_said_to_have_no_effect(
+    recwarn: Any,
+) -> None:
+    module = Regression(lambda p: torch.optim.AdamW(p, weight_decay=0.1)).double()
+    warn_of_unused([module.configure_optimizers()])
+    assert "weight_decay=0.1" in str(recwarn.pop().message)
+
+
+@pytest.mark.parametrize(("loss", "warns"), [(torch.sum, True), (torch.mean, False)])
+def test_a_loss_that_is_a_sum_is_noticed_in_a_short_portion(
+    loss: Any, warns: bool, recwarn: Any
+) -> None:
+    """Its portion would weigh too little; portions of one size weigh alike in any case."""
+    exchange, values = Summed(), torch.rand(70, generator=torch.Generator().manual_seed(0)) + 1
+    for portion in values.split(16):
+        local = SimpleNamespace(gradients=[], samples=len(portion), loss=float(loss(portion)))
+        exchange.step(local)  # type: ignore[arg-type]
+    assert bool(recwarn) == warns
+    if warns:
+        assert "reduction" in str(recwarn.pop().message)
+
+
+# ---- replay, virtual time ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
+def test_a_run_is_replayed_to_the_bit(workers: int, tmp_path: Path) -> None:
+    """Which worker adds up which portions is another in each run, and the same in a replay."""
+    run = Run(tmp_path, "sandblaster", workers, module=Regression, trainer={"max_epochs": 4})
+    check_equal(run, run.record())
+
+
+@pytest.mark.parametrize("workers", by_default([1, 2, 5], 2))
+def test_in_virtual_time_it_is_one_process_with_all_data(workers: int) -> None:
+    module = made()
+    task = ModuleTask(module, VirtualTrainer(workers), DataLoader(data(), 7), 0)
+    times = ServiceTimes("exponential", slower={0: 3.0})
+    policy = make_policy("sandblaster")
+    world = VirtualWorld(policy, workers, times, task=task, optimizer=task.make_optimizer)
+    world.run(epochs=6)
+    found = torch.cat([p.double().flatten() for p in world.parameters()])
+    assert float((found - alone(6, "lbfgs")[6]).abs().max()) < 1e-9
+
+
+class Nothing:
+    """A task whose gradients cost nothing."""
+
+    clip, loss = None, 1.0
+
+    def __init__(self, workers: int, portions: int) -> None:
+        self.timetable = Timetable(workers * portions, (1,) * workers)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [torch.zeros(1)]
+
+    def gradient(self, worker: int, values: Any) -> list[torch.Tensor]:
+        return [torch.ones(1)]
+
+    def study(self, worker: int, epoch: int, positions: Any) -> float:
+        return 1.0
+
+    def updated(self, version: int) -> None: ...
+
+    def epoch_ended(self) -> None: ...
+
+
+def pass_s(workers: int, portions: int) -> float:
+    """The time of a pass that is one second of work for each of these workers, one in 20 of which
+    takes three times as long."""
+    slower = dict.fromkeys(range(0, workers, 20), 3.0)
+    times = ServiceTimes("lognormal", 1 / portions, 0.2, slower)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    task, policy = Nothing(workers, portions), make_policy("sandblaster")
+    world = VirtualWorld(policy, workers, times, task=task, optimizer=sgd)
+    world.run(epochs=1)
+    return world.now_s
+
+
+@pytest.mark.parametrize("workers", by_default([100, 1000], 100))
+def test_small_portions_leave_little_to_wait_for(workers: int) -> None:
+    """One portion for each worker takes as long as the slowest of the slow. With n, the pass takes
+    little more than a mean worker, and at most one portion of a slow one: 1.03 + 3 / n seconds."""
+    whole, small = pass_s(workers, 1), pass_s(workers, 10)
+    assert 2.5 < whole < 6.5
+    assert 1.0 < small < 1.75
+    assert whole / small > 1.8
