@@ -81,7 +81,7 @@ FLOORS = (
     "simulate",
 )
 COMMANDS = ("__init__.py", "__main__.py", "registration.py", "compare.py", "replay.py")
-COMMANDS += ("transcribe.py", "vectors.py")
+COMMANDS += ("doctor.py", "ray.py", "transcribe.py", "vectors.py")
 
 
 def folder(name: str) -> str:

@@ -35,6 +35,7 @@ EXTRAS = {
     "espeakng_loader": "synth",
     "sklearn": "vision",
     "matplotlib": "report",
+    "ray": "ray",
 }
 
 

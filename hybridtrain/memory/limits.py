@@ -46,6 +46,15 @@ def _of_container() -> int | None:
     return max(0, limit - used + int(stat.get("inactive_file", 0)))
 
 
+def container_cores() -> float | None:
+    """Cores' worth of time that the control group (version 2) has; ``None``: without a limit."""
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+
+
 def shared_memory_bytes() -> int | None:
     """Free bytes of ``/dev/shm``; ``None`` where there is none."""
     try:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from hybridtrain import replay, transcribe, vectors
+from hybridtrain import doctor, ray, replay, transcribe, vectors
 from hybridtrain.cli.hydra_config import conf_dir
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher
 from hybridtrain.cli.validation.config_checks import TrainerOptions
@@ -50,6 +50,8 @@ SOURCES = {
 COMMANDS = {
     "hybridtrain new": (),
     "hybridtrain key": (),
+    "hybridtrain.doctor": doctor.OPTIONS,
+    "hybridtrain.ray": ray.OPTIONS,
     "hybridtrain.replay": replay.OPTIONS,
     "hybridtrain.compare": ("out",),
     "hybridtrain.simulate": (*simulate_options.OPTIONS, "task"),

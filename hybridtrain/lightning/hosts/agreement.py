@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -48,10 +49,21 @@ _LONGEST = 60  # letters of a value
 _configuration: dict[str, str] = {}  # of the command line
 
 
+def about_this_process() -> dict[str, Any]:
+    """The values that must agree in whatever hosts do together, and the host's name."""
+    return {
+        "name": socket.gethostname(),
+        "versions": _versions(),
+        "source": _digest_of_source(),
+        "seed": os.environ.get("PL_GLOBAL_SEED", "not given"),
+        "configuration": dict(_configuration),
+    }
+
+
 def about_this_host(
     strategy: HostMemoryStrategy, trainer: Trainer, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values that must agree on all hosts, and the host's name; plain, for JSON.
+    """The values that must agree on all hosts that train; plain, for JSON.
 
     ``arguments``: those of the trainer's method.
     """
@@ -60,14 +72,11 @@ def about_this_host(
     options["policy"] = given.get("policy")
     model = arguments.get("model") or trainer.lightning_module
     return {
+        **about_this_process(),
         "name": f"host {strategy.node_rank} ({socket.gethostname()})",
-        "versions": _versions(),
-        "source": _digest_of_source(),
-        "seed": os.environ.get("PL_GLOBAL_SEED", "not given"),
         "num_nodes": strategy.num_nodes,
         "workers": len(strategy.parallel_devices or [None]) * strategy.workers_per_device,
         "options": {name: described(value) for name, value in options.items()},
-        "configuration": dict(_configuration),
         "trainer": {name: described(getattr(trainer, name)) for name in _OF_TRAINER},
         "code": _code_of(model, arguments.get("datamodule")),
         "model": _model_of(model),
@@ -155,8 +164,12 @@ _ADVICE = {
 
 
 def _code_of(*objects: Any) -> dict[str, str]:
-    """Digests of the script's file and of those of the objects' classes, by the files' names."""
-    files = {getattr(sys.modules["__main__"], "__file__", None)}
+    """Digests of the script's file and of those of the objects' classes, by the files' names.
+
+    A script in a temporary folder was generated on this host, as Spark does for a function.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    files = {None if Path(script).parent.name.startswith(tempfile.gettempprefix()) else script}
     for kind in map(type, objects):
         try:
             files.add(inspect.getsourcefile(kind))

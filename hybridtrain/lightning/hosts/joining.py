@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from hybridtrain.lightning.results.worker_result import WorkerResult
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, read
 from hybridtrain.monitoring.watchdog import to_stderr
+from hybridtrain.util.host_place import Place
 from hybridtrain.worlds.hosts.connection import HostConnection, Listener, dial
 from hybridtrain.worlds.hosts.orders import Over
 from hybridtrain.worlds.hosts.other_hosts import Hosts
@@ -50,7 +52,8 @@ def with_other_hosts(
     strategy = context_of(trainer)
     if strategy.place.n_hosts == 1:
         return train(None)
-    hosts = Hosts(_gathered(trainer, arguments), strategy.local_workers)
+    path, about = strategy.data_options["hosts_key"], about_this_host(strategy, trainer, arguments)
+    hosts = Hosts(list(gathered(strategy.place, path, about).values()), strategy.local_workers)
     try:
         results = train(hosts)
     except Interrupted as interruption:
@@ -73,27 +76,43 @@ def _whole(results: list[Any], scratch: Scratch) -> list[Any]:
     ]
 
 
-def _gathered(trainer: Trainer, arguments: Mapping[str, Any]) -> list[HostConnection]:
-    """The connections to all other hosts, once each has come.
+def gathered(
+    place: Place,
+    path: str | Path | None,
+    about: Mapping[str, Any],
+    patience_s: float = PATIENCE_S,
+    found: dict[int, HostConnection] | None = None,
+) -> dict[int, HostConnection]:
+    """On host 0: the connections to all other hosts by number, once each has come.
+
+    Args:
+        path: the file with the key.
+        about: what must agree.
+        found: filled in as they come.
 
     Raises:
         UserError: if one does not come in time, or does not fit.
         Interrupted: at a signal.
     """
-    strategy = context_of(trainer)
-    place, about = strategy.place, about_this_host(strategy, trainer, arguments)
-    key = key_of(place, strategy.data_options["hosts_key"])
+    found = {} if found is None else found
+    key = key_of(place, path)
     address = address_towards(place) if place.store_port else place.address
     listener = Listener(address, place.port, key, about)
     try:
-        with handed_over(place, listener.port, key, strategy.data_options["hosts_key"]):
-            return _wait_for_all(listener, place.n_hosts, about)
+        with handed_over(place, listener.port, key, path):
+            _wait_for_all(listener, place.n_hosts, about, patience_s, found)
     finally:
         listener.close()
+    return found
 
 
-def _wait_for_all(listener: Listener, n_hosts: int, about: dict[str, Any]) -> list[HostConnection]:
-    found: dict[int, HostConnection] = {}
+def _wait_for_all(
+    listener: Listener,
+    n_hosts: int,
+    about: Mapping[str, Any],
+    patience_s: float,
+    found: dict[int, HostConnection],
+) -> None:
     caught: list[int] = []
     began_s = said_s = time.monotonic()
     with DefaultSelector() as selector, caught_signals(caught, selector):
@@ -116,35 +135,45 @@ def _wait_for_all(listener: Listener, n_hosts: int, about: dict[str, Any]) -> li
                 raise Interrupted(caught[0])
             missing = sorted(set(range(1, n_hosts)) - found.keys())
             now_s, names = time.monotonic(), ", ".join(map(str, missing))
-            if now_s > began_s + PATIENCE_S:
+            if now_s > began_s + patience_s:
                 raise UserError(
                     f"num_nodes={n_hosts} was given, but of hosts 1 to {n_hosts - 1} these have "
-                    f"not come within {PATIENCE_S:.0f} s: {names}; start the same command there, "
+                    f"not come within {patience_s:g} s: {names}; start the same command there, "
                     f"and see that they reach port {listener.port} of this host"
                 )
             if missing and now_s > said_s + _NEWS_S:
                 said_s = now_s
                 to_stderr(f"waiting at port {listener.port} for host {names} of {n_hosts}")
-    return list(found.values())
 
 
 def _taken(host: int, found: Mapping[int, HostConnection]) -> str:
     return "there already" if host in found else "one too many"
 
 
+def joined(
+    trainer: Trainer, arguments: Mapping[str, Any]
+) -> AbstractContextManager[HostConnection]:
+    """On another host: the connection to host 0 of a trainer's run, as :func:`reached`."""
+    strategy = context_of(trainer)
+    about = about_this_host(strategy, trainer, arguments)
+    return reached(strategy.place, strategy.data_options["hosts_key"], about)
+
+
 @contextmanager
-def joined(trainer: Trainer, arguments: Mapping[str, Any]) -> Iterator[HostConnection]:
+def reached(
+    place: Place, path: str | Path | None, about: Mapping[str, Any], patience_s: float = PATIENCE_S
+) -> Iterator[HostConnection]:
     """On another host: the connection to host 0.
+
+    Args:
+        path: the file with the key.
+        about: what must agree.
 
     Raises:
         UserError: if host 0 does not come, or does not fit.
     """
-    strategy = context_of(trainer)
-    meeting = take_key(strategy.place, strategy.data_options["hosts_key"])
-    about = about_this_host(strategy, trainer, arguments)
-    connection = dial(
-        meeting.address, meeting.port, meeting.key, strategy.node_rank, about, PATIENCE_S
-    )
+    meeting = take_key(place, path, patience_s)
+    connection = dial(meeting.address, meeting.port, meeting.key, place.host, about, patience_s)
     try:
         if (reason := differences(about, connection.about)) is not None:
             raise UserError(f"host 0 does not fit: {reason}")

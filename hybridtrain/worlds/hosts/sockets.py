@@ -49,6 +49,12 @@ def listen(address: str, port: int) -> socket.socket:
     return sock
 
 
+def free_port(address: str = "") -> int:
+    """A port that nothing listens at now."""
+    with listen(address, 0) as sock:
+        return int(sock.getsockname()[1])
+
+
 def accept(listening: socket.socket, context: ssl.SSLContext) -> tuple[ssl.SSLSocket, str] | None:
     """The next connection, before its handshake, and its address; ``None`` if there is none.
 

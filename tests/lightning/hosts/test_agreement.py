@@ -138,3 +138,17 @@ def test_objects_are_described_alike_in_two_processes() -> None:
     loop.append(loop)
     assert described(loop) == "builtins.list"
     assert agreement._digest_of_source() == agreement._digest_of_source()
+
+
+def test_a_script_that_was_generated_on_each_host_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Spark's TorchDistributor does for a function, with the path of its pickle."""
+    found = {}
+    for folder in ("tmpk3x", "mine"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").touch()
+        script = str(tmp_path / folder / "train.py")
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", script, raising=False)
+        found[folder] = list(agreement._code_of())
+    assert found == {"tmpk3x": [], "mine": ["train.py"]}

@@ -1,0 +1,200 @@
+"""``python -m hybridtrain.ray`` on a Ray cluster of two nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from torch import Tensor
+
+from hybridtrain import ray as engine
+from tests.cli.conftest import summary
+from tests.cli.tiny import TinyModule
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 300.0
+
+
+class OnHost1(TinyModule):
+    """Behind its third step on host 1: writes the command lines of all processes, or misbehaves."""
+
+    def __init__(self, folder: str, how: str = "look") -> None:
+        super().__init__()
+        self.folder, self.how = Path(folder), how
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if os.environ["NODE_RANK"] == "1" and self.global_step == 3:
+            (self.folder / "actor").write_text(str(_parent(os.getppid())))
+            if self.how == "raise":
+                raise RuntimeError("this module fails on purpose")
+            if self.how == "lose":
+                os.kill(_parent(os.getppid()), signal.SIGKILL)
+            seen = [x.read_bytes() for x in Path("/proc").glob("[0-9]*/cmdline") if x.exists()]
+            (self.folder / "seen").write_bytes(b"\n".join(seen))
+        return super().training_step(batch, batch_idx)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Its address; two nodes with two cores each."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'hybridtrain[ray]'")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("SLURM_NTASKS", "7")  # as if Ray were started by it
+        patch.setenv("RAY_worker_niceness", "0")  # a busy machine would starve them
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        made.add_node(num_cpus=2)
+        made.wait_for_nodes()
+        yield made.address
+        made.shutdown()
+
+
+def started(cluster: str, folder: Path, *more: str, **model: Any) -> subprocess.Popen[str]:
+    given = {
+        "model._target_": "tests.cli.test_ray.OnHost1",
+        "model.folder": str(folder),
+        "data._target_": "tests.cli.tiny.TinyData",
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 1,
+        "trainer.num_nodes": 2,
+        "trainer.max_epochs": 2,
+        "logger": "none",
+        "hydra.run.dir": "run",
+        **{f"model.{name}": value for name, value in model.items()},
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "hybridtrain.ray", *(f"{k}={v}" for k, v in given.items()), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster},
+        cwd=folder,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said = process.communicate(timeout=LIMIT_S)[0]
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def assert_nothing_is_left() -> None:
+    until = time.monotonic() + 60.0
+    while left := [x for x in Path("/proc").glob("[0-9]*/cmdline") if b"die_with_parent" in _of(x)]:
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+
+
+def _of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def marked(test: Any) -> Any:
+    return pytest.mark.slow(pytest.mark.timeout(600)(test))
+
+
+def test_without_ray_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert engine.main(["trainer.num_nodes=2", "task=digits"]) == 2
+    assert "pip install 'hybridtrain[ray]'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (["trainer.num_nodes=2"], "there is no Ray cluster; start one with ray start --head"),
+        (["trainer.num_nodes=1"], "trainer.num_nodes=1 was given; give the number of nodes"),
+        (["trainer.num_nodes=2", "cpus=-1"], "cpus=-1 was given"),
+        (["trainer.num_nodes=2", "trainer.devices=auto"], "trainer.devices=auto was given"),
+    ],
+)
+def test_bad_input_is_one_line(
+    given: list[str],
+    match: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("ray", "ray.util.placement_group", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, Mock())
+    monkeypatch.setitem(sys.modules, "ray.util", Mock())
+    sys.modules["ray"].cluster_resources.return_value = {}  # type: ignore[attr-defined]
+    if given == ["trainer.num_nodes=2"]:
+        sys.modules["ray"].init.side_effect = ConnectionError  # type: ignore[attr-defined]
+    assert engine.main(["task=digits", *given]) == 2
+    assert match in capfd.readouterr().err
+
+
+@marked
+def test_two_nodes_train_as_two_hosts_and_no_command_line_has_the_key(
+    cluster: str, tmp_path: Path
+) -> None:
+    status, said = ended(started(cluster, tmp_path))
+    assert status == 0, said
+    assert summary(tmp_path / "run")["exit"] == 0
+    assert "host 1 of 2: 1 worker, relay to " in said and "Finished after" in said
+    seen = (tmp_path / "seen").read_bytes()
+    assert seen.count(b"strategy.hosts_key=/proc/self/fd/") >= 2 and b"PRIVATE" not in seen
+    assert_nothing_is_left()
+
+
+@marked
+def test_a_host_that_fails_ends_the_others(cluster: str, tmp_path: Path) -> None:
+    status, said = ended(started(cluster, tmp_path, how="raise"))
+    assert status == 1, said
+    assert "this module fails on purpose" in said
+    assert re.search("hybridtrain: host 0 of 2, [0-9.]+, has ended with status 1", said)
+    assert_nothing_is_left()
+
+
+@marked
+def test_a_lost_actor_is_a_lost_host(cluster: str, tmp_path: Path) -> None:
+    status, said = ended(started(cluster, tmp_path, how="lose"))
+    assert status == 1, said
+    assert re.search(
+        "hybridtrain: host 1 of 2, [0-9.]+, is lost with its node, or Ray's actor", said
+    )
+    assert "is lost with host 1" in said
+    assert_nothing_is_left()
+
+
+@marked
+def test_ctrl_c_ends_all_hosts_and_saves(cluster: str, tmp_path: Path) -> None:
+    process = started(cluster, tmp_path, "trainer.max_epochs=100000")
+    until = time.monotonic() + LIMIT_S
+    while not (tmp_path / "seen").exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    status, said = ended(process)
+    assert status == 128 + signal.SIGINT, said
+    assert (tmp_path / "run" / "interrupted.ckpt").exists(), said
+    assert_nothing_is_left()
+
+
+@marked
+def test_more_hosts_than_nodes_is_one_line(cluster: str, tmp_path: Path) -> None:
+    status, said = ended(started(cluster, tmp_path, "trainer.num_nodes=3"))
+    assert status == 2, said
+    assert "trainer.num_nodes=3 was given, each with {'CPU': 1, 'GPU': 0}, and Ray" in said
