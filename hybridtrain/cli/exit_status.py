@@ -13,6 +13,8 @@ from hybridtrain.cli.explain import explain
 from hybridtrain.monitoring.watchdog import to_stderr
 
 FAILED, BAD_INPUT = 1, 2
+# Errors that say all there is to say, by name: what has raised them ended elsewhere.
+LOST = ("WorkerDied", "ServerLost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,9 @@ def printed(text: str, outcome: CommandOutcome) -> CommandOutcome:
 
 
 def _failure(error: BaseException, overrides: list[str]) -> CommandOutcome:
-    line = explain(error, overrides)
+    line, code = explain(error, overrides), BAD_INPUT
+    if line is None and type(error).__name__ in LOST:
+        line, code = " ".join(str(error).split()), FAILED
     if line is None or os.environ.get("HYBRIDTRAIN_DEBUG") == "1":
         traceback.print_exc()
     if line is None:
@@ -72,4 +76,4 @@ def _failure(error: BaseException, overrides: list[str]) -> CommandOutcome:
             exit=FAILED, error=" ".join(f"{type(error).__name__}: {error}".split())
         )
     to_stderr(line)
-    return CommandOutcome(exit=BAD_INPUT, error=line)
+    return CommandOutcome(exit=code, error=line)

@@ -67,6 +67,7 @@ from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worlds.hosts.other_hosts import Hosts
 from hybridtrain.worlds.hosts.relay import Relay
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
+from hybridtrain.worlds.local.parent_death import end_with_engine
 from hybridtrain.worlds.local.process_world import BeginAnew
 from hybridtrain.worlds.local.signals import Interrupted, wait_unless_signalled
 from hybridtrain.worlds.local.start_workers import Told
@@ -126,6 +127,7 @@ class HybridLauncher(Launcher):
         strategy = self._strategy
         start_method = resolve_start_method(strategy.start_method)
         check_all(strategy, trainer)
+        end_with_engine()
         strategy.faults.begin(trainer, strategy.world_size)
         snapshot = carried(trainer, start_method)
         scratch = Scratch(apart=strategy.node_rank > 0)

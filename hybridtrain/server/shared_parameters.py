@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import zip_longest
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
@@ -25,10 +26,22 @@ def shared_store(shares: Mapping[int, Share], n_workers: int, requirements: Requ
     for worker, other in shares.items():
         if other != share:
             raise UserError(
-                f"worker {worker} has other parameters than worker {first}; every worker must "
-                "build the same module (same code, same seed, same configuration)"
+                f"worker {worker} has other parameters than worker {first}"
+                f"{_first_difference(share.layout, other.layout)}; every worker must build the "
+                "same module (same code, same seed, same configuration)"
             )
     return made_store(share.layout, n_workers, requirements, share.averaging, None, share.meets)
+
+
+def _first_difference(one: Layout, other: Layout) -> str:
+    for mine, theirs in zip_longest(one.slots, other.slots):
+        if mine != theirs:
+            here, there = (
+                "nothing" if each is None else f"{each.name} {tuple(each.shape)} {each.dtype}"
+                for each in (mine, theirs)
+            )
+            return f" ({there}, not {here})"
+    return ""
 
 
 def made_store(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hybridtrain.cli.exit_status import FAILED, guarded
+from hybridtrain.worlds.hosts.relay import ServerLost
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,15 @@ def test_whatever_is_raised_is_an_outcome(error: BaseException) -> None:
     outcome = guarded(action, [])  # type: ignore[arg-type]
     assert outcome.exit == FAILED
     assert outcome.error is not None and outcome.error.startswith(f"{type(error).__name__}: a")
+
+
+@pytest.mark.parametrize("error", [WorkerDied("it is lost"), ServerLost("it is lost")])
+def test_what_has_ended_elsewhere_is_one_line(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def action() -> None:
+        raise error
+
+    outcome = guarded(action, [])  # type: ignore[arg-type]
+    assert (outcome.exit, outcome.error) == (FAILED, "it is lost")
+    assert capsys.readouterr().err == "hybridtrain: it is lost\n"

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,47 @@ def agent(port: int, *options: str) -> subprocess.Popen[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
     )
+
+
+class KillsTheAgent(TinyModule):
+    """Kills torchrun's agent; ``flag``: a file with the number of the process that trains."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__()
+        self.flag = Path(flag)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.global_step == 3:
+            parent = os.getppid()
+            self.flag.write_text(str(parent))
+            stat = Path(f"/proc/{parent}/stat").read_text()
+            os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        if self.global_step >= 3:
+            time.sleep(1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc for parents")
+def test_a_run_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
+    options = {
+        "model._target_": "tests.cli.test_torchrun.KillsTheAgent",
+        "model.flag": str(tmp_path / "parent"),
+        "data._target_": "tests.cli.tiny.TinyData",
+        "trainer.accelerator": "cpu",
+        "trainer.max_epochs": 200,
+        "logger": "none",
+        "hydra.run.dir": str(tmp_path / "run"),
+    }
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "-m", "hybridtrain"]
+    given = [f"{name}={value}" for name, value in options.items()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *torchrun, *given], env=environment, capture_output=True)
+    process = int((tmp_path / "parent").read_text())
+    while Path(f"/proc/{process}").exists():
+        time.sleep(0.1)
+    assert summary(tmp_path / "run")["exit"] == 143
 
 
 @pytest.mark.slow

@@ -229,7 +229,8 @@ def test_different_parameters_are_refused_for_all_with_the_worker_named() -> Non
         assert server.on(Received(worker, Share(layouts[worker]))) == []
     reasons = refusals(server.on(Received(1, Share(layouts[1]))))
     assert reasons.keys() == {0, 1, 2}
-    assert "worker 2 has other parameters than worker 0" in reasons[1]
+    assert "worker 2 has other parameters than worker 0 (w (5,) torch" in reasons[1]
+    assert ", not w (4,) torch.float32)" in reasons[1]
 
 
 def test_parameters_too_large_for_the_machine_are_refused_for_all(

@@ -369,7 +369,10 @@ def _close(half: _Half) -> None:
 
 def _not_listening(address: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} of {address or 'this machine'} is in use: choose another one"
+        return (
+            f"port {port} of {address or 'this machine'} is in use: choose another MASTER_PORT, "
+            "or see that NODE_RANK=0 is given to one host"
+        )
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
         return (
             f"cannot listen at {address}, which is no address of this machine: give the address "

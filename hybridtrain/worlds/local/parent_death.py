@@ -38,9 +38,19 @@ def die_with_parent(parent_pid: int | None) -> None:
         _follow()
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _at_its_end(signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)  # it ended before the request
+
+
+def end_with_engine() -> None:
+    """Ask Linux to end this process by SIGTERM when torchrun's agent, which started it, ends."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform.startswith("linux"):
+        _at_its_end(signal.SIGTERM)
+
+
+def _at_its_end(signum: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def _follow() -> None:
