@@ -4,6 +4,7 @@
     python scripts/fault_matrix.py --strategies hybrid --policies restart --only kill:update
     python scripts/fault_matrix.py --strategies ssp backup k_async k_batch_sync synchronous hogwild
     python scripts/fault_matrix.py --at-once 2 3 --policies restart
+    python scripts/fault_matrix.py --hosts --strategies hybrid async --only hang cut:fit
 
 Each cell is a run of real processes: three workers, two epochs of 24 updates together, one fault
 in worker 1 (of a checkpoint: in worker 0, which writes them; under ``stop`` in one and in the
@@ -19,6 +20,9 @@ that made each update and keeps what came of it. Then it is seen
 - whether every checkpoint is, to the bit, the state after as many of these updates as its
   ``global_step`` says, moments included, and whether a run that was stopped has left one;
 - what processes, shared memory and temporary files are left.
+
+With ``--hosts`` two hosts with two workers each, and a host is killed, paused, stopped for good,
+cut off, slowed down, sends garbage, or a stranger comes (:mod:`trials.host_faults`).
 
 A gradient that is not finite ends the run under ``stop``, and is left out elsewhere
 (``on_nonfinite=drop``). A corrupt one is finite: nobody notices, and plain torch makes of the same
@@ -37,6 +41,8 @@ from typing import Any
 
 from benchmarks.machine import in_short, machine
 from trials.cell import POLICIES, Case, Row, cases, try_out, undisturbed_states
+from trials.host_faults import STRATEGIES, HostCase, host_cases, try_all
+from trials.host_faults import told as host_line
 from trials.report import write_report
 
 from hybridtrain.cli.quiet import hush, hush_lightning
@@ -47,7 +53,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--strategies", nargs="+", default=["hybrid", "async"])
+    parser.add_argument("--strategies", nargs="+", default=[], help="default: hybrid, async")
+    parser.add_argument("--hosts", action="store_true", help="faults of hosts; all strategies")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument(
         "--at-once", nargs="+", type=int, default=[1], help="in so many workers (default 1)"
@@ -56,10 +63,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="runs of each cell (default 1)")
     parser.add_argument("--read", nargs="+", default=[], help="no runs, but these matrix.json")
     parser.add_argument("--out", help="also write matrix.md and matrix.json to this folder")
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.strategies = given.strategies or (STRATEGIES if given.hosts else ["hybrid", "async"])
+    return given
 
 
-def wanted(case: Case, only: Sequence[str]) -> bool:
+def wanted(case: Case | HostCase, only: Sequence[str]) -> bool:
     """Whether the cell was asked for."""
     return not only or case.kind in only or f"{case.kind}:{case.phase}" in only
 
@@ -67,12 +76,28 @@ def wanted(case: Case, only: Sequence[str]) -> bool:
 def main() -> int:
     """Run all; 1 if anything is as it must not be."""
     given = parse()
+    if given.hosts:
+        return run_hosts(given)
     rows = [row for path in given.read for row in read(path)] or run_all(given)
     print(report(rows))
     if given.out:
         content = {"rows": [as_json(row) for row in rows]}
         write_report(Path(given.out), "matrix", content, report(rows))
     return int(any(row.complaints for row in rows))
+
+
+def run_hosts(given: argparse.Namespace) -> int:
+    """All cells of hosts, one after the other; 1 if anything is as it must not be."""
+    hush()
+    hush_lightning()
+    cases = host_cases(given.strategies, given.policies)
+    lines, bad = [], 0
+    for row, complaints in try_all([case for case in cases if wanted(case, given.only)]):
+        lines.append(host_line(row, complaints))
+        bad += bool(complaints)
+        print(lines[-1], *([row.said] if complaints else []), sep="\n", flush=True)
+    print(f"{len(lines)} runs on {in_short(machine())}. As they must not be: {bad}.")
+    return int(bad > 0)
 
 
 def run_all(given: argparse.Namespace) -> list[Row]:

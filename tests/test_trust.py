@@ -61,11 +61,7 @@ def test_no_other_serialiser_is_imported() -> None:
 
 
 def test_temporary_names_cannot_be_foreseen() -> None:
-    """But that of a key between processes of one user on one host, which both must find: it is made
-    exclusively, mode 0600, and read only if this user made it (``test_cluster.py``)."""
     for file in FILES:
-        if names(file) == "lightning/hosts/cluster.py":
-            continue
         found = {name.rpartition(".")[2] for name in calls(file).values()}
         assert not found & PLACES, file
         constants = [n.value for n in nodes(file) if _is_text(n)]

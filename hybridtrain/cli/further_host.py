@@ -7,20 +7,18 @@ end, whatever directory they were given: the same one on a shared file system is
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, open_dict, read_write
 
 from hybridtrain.cli.explain import STRATEGY
 from hybridtrain.util.host_place import Place, place_by_variables
+from hybridtrain.worlds.local.cleanup import vanishing_directory
 
-_temporary: list[Path] = []
+_temporary = ExitStack()
 
 
 def number_of_hosts(configuration: Mapping[str, Any] | DictConfig) -> int:
@@ -50,17 +48,16 @@ def diverted(config: DictConfig) -> bool:
     """
     if place_in(config).host == 0:
         return False
-    _temporary.append(Path(tempfile.mkdtemp(prefix="hybridtrain-host-")))
+    folder = _temporary.enter_context(vanishing_directory("hybridtrain-host-"))
     with read_write(config), open_dict(config):
-        config.hydra.run.dir = str(_temporary[-1])
+        config.hydra.run.dir = str(folder)
         config.hydra.output_subdir = None
     return True
 
 
 def remove_temporary() -> None:
     """Remove what this process was diverted to."""
-    while _temporary:
-        shutil.rmtree(_temporary.pop(), ignore_errors=True)
+    _temporary.close()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -98,9 +99,10 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
 
     ``model._target_=my.Module model.width=64`` implies ``model=own``, so that no value of another
     model is passed on, ``task=own`` unless a task is named, and that ``model.width`` may be a new
-    key. The same holds for ``data``. Other overrides are unchanged.
+    key. The same holds for ``data``. ``trainer.num_nodes=1:4`` stands for up to 4 hosts, of which
+    1 is enough to begin. Other overrides are unchanged.
     """
-    overrides = [_quoted_path(text) for text in overrides]
+    overrides = [_quoted_path(each) for text in overrides for each in _range_of_hosts(text)]
     try:
         parsed = parse(overrides)
     except Exception:  # Hydra reports it
@@ -116,6 +118,13 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
         own_key = item.key_or_group.startswith(open_keys) and text == item.input_line
         result.append(f"++{text}" if own_key and not text.startswith(("+", "~")) else text)
     return result
+
+
+def _range_of_hosts(text: str) -> list[str]:
+    found = re.fullmatch(r"trainer\.num_nodes=(\d+):(\d+)", text)
+    if found is None:
+        return [text]
+    return [f"strategy.min_hosts={found[1]}", f"trainer.num_nodes={found[2]}"]
 
 
 def _quoted_path(text: str) -> str:

@@ -63,6 +63,8 @@ def expanded(overrides: Sequence[str], sweeps: bool) -> list[str]:
     if started_by_a_run() or (resume is None and values.get("ckpt") != LAST):
         return list(overrides)
     typed = dict(zip((x.key_or_group for x in parsed), overrides, strict=True))
+    if resume in (None, AUTO) and not sweeps and _is_beyond_host_0(typed):
+        return list(_but(typed, "resume", "resume_override", "ckpt").values())
     if resume is None:
         return [*_but(typed, "ckpt").values(), quoted("ckpt", _last(typed, values))]
     if sweeps:
@@ -119,6 +121,12 @@ def _automatic(typed: dict[str, str], values: dict[str, Any]) -> list[str]:
         flush=True,
     )
     return list(typed.values())
+
+
+def _is_beyond_host_0(typed: dict[str, str]) -> bool:
+    """Whether host 0 looks for the run or checkpoint, and tells this host."""
+    plain = [x for key, x in typed.items() if key not in _ASIDE and not key.startswith("hydra.")]
+    return place_in(hydra_config.compose_config(plain)).host > 0
 
 
 def _is_used(directory: Path) -> bool:

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -160,6 +160,7 @@ class HybridLauncher(Launcher):
         """Serve the workers of this host; return the results of all workers."""
         strategy, trainer = self._strategy, job.trainer
         with joined(trainer, job.given()) as connection:
+            job.instead = connection.about["from"]
             relay = Relay(
                 connection,
                 strategy.numbers_here,
@@ -308,10 +309,11 @@ class _Job:
     told: bytes = b""  # the state of training, for a restarted worker
     warned: Warned | None = None  # by SLURM, that the job is about to end
     room: str = ""  # the path of a scratch file for results too large for a message
+    instead: dict[str, Any] = field(default_factory=dict)  # of host 0: where all go on from
 
     def given(self) -> dict[str, Any]:
         """The arguments of the function."""
-        return signature(self.function).bind(*self.args, **self.kwargs).arguments
+        return signature(self.function).bind(*self.args, **self.kwargs).arguments | self.instead
 
     def named(self) -> dict[str, Any]:
         """The parts, by their names for users."""

@@ -115,6 +115,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             from its own past; ``None``: never. Its stacks are printed before.
         faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
             :class:`hybridtrain.testing.faults.Fault`.
+        min_hosts: training begins with so many of the ``num_nodes`` hosts, and others may come
+            while it runs; ``None``: with all.
         hosts_key: a file with the key by which the hosts of a run over several know each other,
             made by ``python -m hybridtrain key FILE``; torchrun hands one over without it.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
@@ -168,6 +170,16 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if self._inside is None or self.local_workers == 1:
             return None
         return Inside(self.local_workers, self._inside.every)
+
+    @property
+    def min_hosts(self) -> int:
+        """The number of hosts with which training begins."""
+        return min(self.data_options["min_hosts"] or self.num_nodes, self.num_nodes)
+
+    @property
+    def hosts_come(self) -> bool:
+        """Whether hosts may come while training runs: for the first time, or again."""
+        return self.on_failure.choice == "restart" or self.on_failure.joins
 
     def _configure_launcher(self) -> None:
         if is_foreign(self.accelerator):  # so is the trainer

@@ -79,6 +79,7 @@ class StrategyArguments(LightningArguments, SchemeArguments, total=False):
     data_shards: Shards | None
     on_oom: Literal["raise", "drop", "skip_step"]
     faults: Sequence[Any] | None
+    min_hosts: Workers | None
     hosts_key: str | None
     checkpoint: Literal["blocking", "background"]
 
@@ -106,6 +107,7 @@ DEFAULTS = StrategyArguments(
     max_restarts=3,
     hang_timeout_s="auto",
     faults=(),
+    min_hosts=None,
     hosts_key=None,
     record=None,
     checkpoint="blocking",
@@ -172,6 +174,11 @@ def _check_failures(given: StrategyArguments) -> None:
         raise UserError(
             "on_failure=restart was given with max_restarts=0, which allows none; give at "
             "least 1, or on_failure=stop or continue"
+        )
+    if given["on_failure"] == "stop" and given["min_hosts"] is not None:
+        raise UserError(
+            f"min_hosts={given['min_hosts']} was given with on_failure=stop, which goes on with "
+            "none less than all; use on_failure=continue or restart"
         )
     if given["on_failure"] == "stop" and given["min_workers"] > 1:
         raise UserError(

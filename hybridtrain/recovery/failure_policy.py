@@ -22,13 +22,20 @@ class OnFailure:
 
     ``choice``: ``stop`` all, ``continue`` with the remaining workers, or ``restart`` the worker;
     ``min_workers``: with fewer, the run stops; ``max_restarts``: per run, ``None``: no limit;
-    ``merges``: with fewer the run stops, too, because of its merge rule.
+    ``merges``: with fewer the run stops, too, because of its merge rule; ``joins``: hosts may come
+    while training runs that were not there at its start.
     """
 
     choice: str = "stop"
     min_workers: int = 1
     max_restarts: int | None = 3
     merges: int = 1
+    joins: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """Whether the workers that share an epoch or an evaluation may change."""
+        return self.choice == "continue" or self.joins
 
     def check(self, n_workers: int) -> None:
         """Compare ``min_workers`` with the number of workers at the start.
@@ -106,7 +113,7 @@ class Judge:
             case "continue":
                 return self._go_on(worker, left, at_s)
             case "restart":
-                return self._replace(worker, left, at_s)
+                return self._replace(worker, left, at_s, getattr(error, "counts", True))
         return End()
 
     def _go_on(self, worker: int, gone: WorkerGone, at_s: float) -> Verdict:
@@ -121,17 +128,18 @@ class Judge:
             return End(f"{left}, fewer than min_workers={chosen.min_workers}")
         return End(f"{left}, and the merge rule needs {chosen.merges}")
 
-    def _replace(self, worker: int, left: WorkerGone, at_s: float) -> Verdict:
+    def _replace(self, worker: int, left: WorkerGone, at_s: float, counts: bool = True) -> Verdict:
+        """``counts``: not one of several workers that are lost with their host."""
         most = self.chosen.max_restarts
         known = left.known or left.workers > 0
         if not (known or left.early):
             return End("nobody is left who could say where training is")
-        if most is not None and self.restarts >= most:
+        if most is not None and self.restarts + counts > most:
             return End(f"it was restarted as often as max_restarts={most} allows in a run")
         if at_s - self._last_s.get(worker, at_s) > _FORGET_S:
             self._recent[worker] = 0
         self._last_s[worker] = at_s
         delay_s = min(_FIRST_DELAY_S * 2 ** self._recent[worker], _LONGEST_DELAY_S)
         self._recent[worker] += 1
-        self.restarts += 1
+        self.restarts += counts
         return Replace(delay_s, self.restarts, anew=not known)

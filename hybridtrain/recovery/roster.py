@@ -45,6 +45,7 @@ from hybridtrain.recovery.failure_policy import End, Judge, Replace, Verdict, Wo
 #              progress known, │   └─── CALLED ◀── FAILED   its process has ended, its delay is over
 #              started again       │        └───────▶ │     no process can be started
 #
+#    a host comes:  GONE ──▶ CALLED
 #    the run ends:  all of them ──▶ STOPPED ──▶ SAVING ──▶ ENDED ──▶ GONE
 #
 # :data:`TABLE` is the same as data; :class:`Roster` decides what follows.
@@ -95,7 +96,7 @@ TABLE: dict[tuple[WorkerState, LifecycleEvent], WorkerState] = {
     **{(state, E.MEETS): S.MEETING for state in (S.COMPUTING, S.WAITING)},
     **{(state, E.GOES_ON): S.COMPUTING for state in (S.WAITING, S.MEETING)},
     **{(state, E.BREAKS): S.FAILED for state in THERE},
-    (S.FAILED, E.CALL): S.CALLED,
+    **{(state, E.CALL): S.CALLED for state in (S.FAILED, S.GONE)},
     **{(state, E.START): S.RESTARTING for state in (S.CALLED, S.FAILED, S.GONE)},
     (S.CALLED, E.REFUSE): S.FAILED,
     **{(state, E.STOPS): S.STOPPED for state in THERE},
@@ -300,6 +301,11 @@ class Roster:
             return [Start(worker, payload)]
         return []
 
+    def comes(self, worker: int) -> None:
+        """There is room for this worker, which has none so far, or was lost."""
+        if not self.ending and self.states[worker] is S.GONE:
+            self.on(worker, E.CALL)
+
     def started(self, worker: int) -> None:
         """A new process runs as this worker."""
         self._refused.pop(worker, None)
@@ -323,7 +329,10 @@ class Roster:
         return [Say(f"worker {worker} cannot be started ({error}); again in {delay_s:g} s")]
 
     def advance(self, at_s: float, pushed: Collection[int] = ()) -> list[Act]:
-        """Act on the time; the pushes of ``pushed`` workers are not part of an update yet."""
+        """Act on the time.
+
+        ``pushed``: workers not to be restarted yet: an update lacks their push, or they their host.
+        """
         if self.deadline_s is not None:
             return self._end(at_s, self.deadline_s)
         if not self.away:

@@ -93,7 +93,11 @@ class Scheme:
         self.recording = Recording.at(given["record"])
         merges = 1 if self.update.merge is None else self.update.merge.least
         self.on_failure = OnFailure(
-            given["on_failure"], given["min_workers"], given["max_restarts"], merges
+            given["on_failure"],
+            given["min_workers"],
+            given["max_restarts"],
+            merges,
+            joins=given["min_hosts"] is not None,
         )
         self.patience = HangTimeout.of(given["hang_timeout_s"])
 

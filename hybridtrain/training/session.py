@@ -178,11 +178,13 @@ class WorkerSession:
             last: the largest version, if the server enforces one.
         """
         self._publish()  # user code may have loaded weights
-        if self.buffers is not None:
-            if self._client.joins:  # it has those of a worker in the middle of a step
-                self.buffers.put_back(version)
+        joins = self._client.joins
+        if self.buffers is not None and not joins:
             self.buffers.keep(version)
         numbers = self._hand_over(version, last)
+        if self.buffers is not None and joins:  # it has those of a worker in the middle of a step
+            self.buffers.put_back(version)
+            self.buffers.keep(version)
         self.replica.writes()  # published already
         self.replica.refresh()
         self.replica.forget()

@@ -580,6 +580,7 @@ class Client:
                 self.on_change()
             case Back(worker):
                 self.away.discard(worker)
+                self.gone = [each for each in self.gone if each.worker != worker]
                 self.on_change()
             case Called(calls):
                 self.take_calls(calls)

@@ -60,6 +60,23 @@ def test_host_1_goes_on_with_a_run_whose_directory_host_0_has_claimed(
     assert fits[0] == str(Path("old").absolute()) and "temporary" in fits[1]
 
 
+@pytest.mark.parametrize("asked", ["resume=auto", "ckpt=last"])
+def test_host_1_looks_for_no_run_and_leaves_that_to_host_0(
+    command: Command, fits: list[str], asked: str
+) -> None:
+    result = command(*SEVERAL, asked)
+    assert result.code == 0, result.err
+    assert result.out == "" and len(fits) == 1
+
+
+def test_a_range_of_hosts_is_their_number_and_the_least(command: Command, fits: list[str]) -> None:
+    result = command(
+        *TINY, "trainer.num_nodes=1:4", "strategy=async", "strategy.on_failure=restart"
+    )
+    assert result.code == 0, result.err
+    assert "host 1 of 4" in result.complaint
+
+
 def test_a_mistake_of_the_engine_is_one_line(command: Command, fits: list[str]) -> None:
     os.environ["NODE_RANK"] = "2"
     result = command(*SEVERAL)

@@ -20,16 +20,16 @@ from tests.cli.tiny import TinyModule
 ROOT = Path(__file__).parents[2]
 
 
-class LosesHost1(TinyModule):
-    """Its worker on host 1 kills the relay there, once. ``flag``: a file that says it has."""
+class LosesAHost(TinyModule):
+    """A worker on that host kills its parent, once. ``flag``: a file that says it has."""
 
-    def __init__(self, flag: str) -> None:
+    def __init__(self, flag: str, host: int = 1, step: int = 3) -> None:
         super().__init__()
-        self.flag = Path(flag)
+        self.flag, self.host, self.step = Path(flag), str(host), step
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        on_host_1 = os.environ["GROUP_RANK"] == "1"
-        if on_host_1 and self.global_step == 3 and not self.flag.exists():
+        there = os.environ["GROUP_RANK"] == self.host
+        if there and self.global_step == self.step and not self.flag.exists():
             self.flag.touch()
             os.kill(os.getppid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
@@ -89,26 +89,21 @@ def test_a_run_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["exit"] == 143
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_all_hosts_start_again_though_each_agent_has_a_restart_count_of_its_own(
-    tmp_path: Path,
-) -> None:
+def both(tmp_path: Path, *more: str) -> list[str]:
+    """What two agents with a host each have said."""
     pytest.importorskip("cryptography")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = {
-        "model._target_": "tests.cli.test_torchrun.LosesHost1",
+        "model._target_": "tests.cli.test_torchrun.LosesAHost",
         "model.flag": str(tmp_path / "lost"),
         "data._target_": "tests.cli.tiny.TinyData",
         "trainer.accelerator": "cpu",
         "trainer.devices": 1,
         "trainer.num_nodes": 2,
-        "trainer.max_epochs": 2,
         "logger": "none",
-        "hydra.run.dir": str(tmp_path / "run"),
     }
-    options = [f"{name}={value}" for name, value in given.items()]
+    options = [*(f"{name}={value}" for name, value in given.items()), *more]
     agents: list[Any] = [agent(port, *options) for _ in range(2)]
     try:
         said = [each.communicate(timeout=500)[0] for each in agents]
@@ -117,5 +112,27 @@ def test_all_hosts_start_again_though_each_agent_has_a_restart_count_of_its_own(
             each.kill()
     assert [each.returncode for each in agents] == [0, 0], said
     assert (tmp_path / "lost").exists()
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_hosts_start_again_though_each_agent_has_a_restart_count_of_its_own(
+    tmp_path: Path,
+) -> None:
+    said = both(tmp_path, "trainer.max_epochs=2", f"hydra.run.dir={tmp_path / 'run'}")
     assert summary(tmp_path / "run")["exit"] == 0
     assert "".join(said).count("host 1 of 2: 1 worker, relay to 127.0.0.1") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_host_0_is_lost_and_all_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    options = ["model.host=0", "model.step=15", "trainer.max_epochs=3", "resume=auto"]
+    said = "".join(both(tmp_path, *options, f"hydra.run.dir={runs}/${{now:%H%M%S%f}}"))
+    (run,) = runs.iterdir()
+    found = summary(run)
+    assert found["exit"] == 0 and "step=" in found["resumed"], found
+    assert "host 0, which has the parameters, is lost: " in said
+    assert f"{run} goes on from epoch=" in said

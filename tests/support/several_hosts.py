@@ -32,26 +32,48 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+class Pids(dict[int, int]):
+    """The hosts' processes, by number."""
+
+    def __init__(self, start: Callable[[int], int]) -> None:
+        super().__init__()
+        self._start = start
+
+    def start(self, host: int) -> None:
+        """Start the host's command, also in place of one that has been killed."""
+        if host in self:
+            os.waitpid(self[host], 0)
+        self[host] = self._start(host)
+
+
 def run_hosts(
     folder: Path,
     body: Callable[[], Any],
     n_hosts: int = 2,
     variables: Mapping[str, str] | None = None,
-    meanwhile: Callable[[list[int]], object] = lambda pids: None,
+    meanwhile: Callable[[Pids], object] = lambda pids: None,
+    late: int = 0,
 ) -> list[Host]:
     """Run ``body`` on each host; ``meanwhile`` is called with the hosts' processes.
+
+    ``late``: so many hosts are not started: ``meanwhile`` does it.
 
     Raises:
         AssertionError: if one does not end in time.
     """
-    port, pids = str(free_port()), []
-    for host in range(n_hosts):
+    port = str(free_port())
+
+    def start(host: int) -> int:
         own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(host)}
         if (pid := os.fork()) == 0:
             _be_the_host(folder / f"host{host}", {**own, **(variables or {})}, body)
-        pids.append(pid)
+        return pid
+
+    pids = Pids(start)
+    for host in range(n_hosts - late):
+        pids.start(host)
     meanwhile(pids)
-    limit, left, statuses = time.monotonic() + LIMIT_S, dict(enumerate(pids)), {}
+    limit, left, statuses = time.monotonic() + LIMIT_S, dict(pids), {}
     try:
         while left:
             for host, pid in list(left.items()):
@@ -80,7 +102,7 @@ def _be_the_host(folder: Path, variables: dict[str, str], body: Callable[[], Any
     status = 1
     try:
         os.setsid()
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -49,7 +49,8 @@ def prepare_for_losses(
     LeaderFailover(trainer, strategy.client)
     continues = choice == "continue"
     loaders.remembers = continues and whole_rounds
-    state = RejoinState(trainer, loaders, strategy.rng_mailbox, back, asked=not continues)
+    asked = choice == "restart" or strategy.on_failure.joins
+    state = RejoinState(trainer, loaders, strategy.rng_mailbox, back, asked)
     if whole_rounds and not continues:  # a restarted worker keeps its place
         return None
     return LostSampleRedistribution(strategy, trainer, loaders, state.keep)

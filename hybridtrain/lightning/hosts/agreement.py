@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from hybridtrain.training.samplers import EpochPlan
     from hybridtrain.worker.client import Client
 
-# A host may have its own: where files lie, and how its processes are started.
+# A host may have its own: where files lie, how its processes are started. Where training goes on
+# from, host 0 says.
 _OWN = {"record", "hosts_key", "start_method", "threads_per_worker", *hints(LightningArguments)}
-_OWN_KEYS = {"run_dir", "logger", *(f"strategy.{name}" for name in _OWN)}
+_OWN_KEYS = {"run_dir", "logger", "ckpt", "resume", *(f"strategy.{name}" for name in _OWN)}
 # Arguments of the trainer that change what is trained or how often workers meet.
 _OF_TRAINER = (
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches"),
@@ -81,7 +82,17 @@ def about_this_host(
         "code": _code_of(model, arguments.get("datamodule")),
         "model": _model_of(model),
         "data": {f"samples of {name}": n for name, n in _lengths(arguments).items()},
+        "from": _goes_on_from(arguments),
     }
+
+
+def _goes_on_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that say where training goes on from; those of host 0 are for all."""
+    found = {k: v for k, v in arguments.items() if k in ("ckpt_path", "weights_only")}
+    path = found.get("ckpt_path")
+    if path is not None:
+        found["ckpt_path"] = str(Path(path).absolute() if Path(path).exists() else path)
+    return found
 
 
 def compare_configuration(content: Mapping[str, Any]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,10 +22,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.host_place import Place, is_loopback, place_by_variables
+from hybridtrain.worlds.hosts import sockets
 from hybridtrain.worlds.hosts.key import Key
 
 PATIENCE_S = 600.0  # until host 0 has published the key
 _PAUSE_S = 0.2
+_MOST_BYTES = 1 << 16  # of a key
 _ENGINES: dict[type, str] = {
     TorchElasticEnvironment: "torchrun",
     SLURMEnvironment: "Slurm",
@@ -120,7 +119,7 @@ def handed_over(place: Place, port: int, key: Key, path: str | Path | None) -> I
         with _published(place, port, b"" if path is not None else key.to_bytes()):
             yield
     elif path is None:
-        with _left_in_file(port, key):
+        with _offered(port, key):
             yield
     else:
         yield
@@ -137,7 +136,7 @@ def take_key(place: Place, path: str | Path | None, patience_s: float = PATIENCE
         return _from_store(place, given, patience_s)
     if given is None:
         check_key_is_reachable(place, path)
-        given = _from_file(place.port, patience_s)
+        given = _from_offer(place.port, patience_s)
     return Meeting(given, place.address, place.port)
 
 
@@ -246,85 +245,57 @@ def address_towards(place: Place) -> str:
     return place.address  # the store is on this host, whose name means loopback here
 
 
-# By a file in the temporary directory, between processes of one user on one host. Host 0 holds a
-# lock on it, so that a killed run's file counts for nothing.
+# By a Unix socket without a file, between processes of one user on one machine. The kernel forgets
+# it with host 0's process, and says whose process is at its other end.
 
 
-def key_file(port: int) -> Path:
-    """Where host 0 leaves the key for processes of this user on this host."""
-    return Path(tempfile.gettempdir()) / f"hybridtrain-{os.getuid()}-{port}.key"
-
-
-@contextmanager
-def _left_in_file(port: int, key: Key) -> Iterator[None]:
-    path, pid = key_file(port), os.getpid()
-    fd = _made(path)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(fd, key.to_bytes())
-        yield
-    finally:
-        if os.getpid() == pid:
-            path.unlink(missing_ok=True)
-            os.close(fd)
-
-
-def _made(path: Path) -> int:
-    """Make the file, in place of one that a killed run has left."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    for attempt in range(2):
-        try:
-            return os.open(path, flags, 0o600)
-        except FileExistsError:
-            if attempt:
-                break
-            with suppress(OSError):  # another user's
-                path.unlink()  # its run has ended: this one has the port
-    raise UserError(
-        f"{path} is there and cannot be replaced; remove it, or give another MASTER_PORT, or a key "
-        "with strategy.hosts_key=FILE"
-    )
-
-
-def _from_file(port: int, patience_s: float) -> Key:
-    until, path = time.monotonic() + patience_s, key_file(port)
-    while time.monotonic() < until:
-        with suppress(FileNotFoundError), _opened(path) as fd:
-            if content := _of_living(fd):
-                return Key.from_bytes(content)
-        time.sleep(_PAUSE_S)
-    raise UserError(
-        f"host 0 has not left the key in {path} within {patience_s:.0f} s; start the command with "
-        "NODE_RANK=0 on this machine, or give a key with strategy.hosts_key=FILE"
-    )
+def _name_of_offer(port: int) -> str:
+    return f"\0hybridtrain-{os.getuid()}-{port}"
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """A descriptor of the file, which only this user can read."""
-    fd = None
+def _offered(port: int, key: Key) -> Iterator[None]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PermissionError
-        yield fd
-    except FileNotFoundError:
-        raise
+        server = sockets.listen_here(_name_of_offer(port))
     except OSError:
         raise UserError(
-            f"{path} is not a file of this user's that nobody else can read, so the key in it "
-            "counts for nothing; remove it, or give another MASTER_PORT"
+            f"another process hands over a key for port {port} of this machine; give another "
+            "MASTER_PORT, or a key with strategy.hosts_key=FILE"
         ) from None
-    finally:
-        if fd is not None:
-            os.close(fd)
-
-
-def _of_living(fd: int) -> bytes:
-    """The content, if a process holds the file; else empty."""
+    thread = Thread(target=_offer, args=(server, key.to_bytes()), name="offer key", daemon=True)
+    thread.start()
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.read(fd, 1 << 16)
-    return b""
+        yield
+    finally:
+        sockets.shut(server)
+        thread.join()
+        server.close()
+
+
+def _offer(server: socket.socket, content: bytes) -> None:
+    with suppress(OSError):  # shut
+        while True:
+            with sockets.accept_here(server) as sock:
+                if sockets.user_of(sock) == os.getuid():
+                    sock.sendall(content)
+
+
+def _from_offer(port: int, patience_s: float) -> Key:
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        with socket.socket(socket.AF_UNIX) as sock, suppress(OSError):
+            sock.settimeout(_PAUSE_S)
+            sock.connect(_name_of_offer(port))
+            if (user := sockets.user_of(sock)) != os.getuid():
+                raise UserError(
+                    f"a process of user {user} hands over a key for port {port} of this machine, "
+                    "which counts for nothing; give another MASTER_PORT"
+                )
+            with sock.makefile("rb") as file:
+                return Key.from_bytes(file.read(_MOST_BYTES))
+        time.sleep(_PAUSE_S)
+    raise UserError(
+        f"host 0 has not handed over the key for port {port} of this machine within "
+        f"{patience_s:.0f} s; start the command with NODE_RANK=0 on it, or give a key with "
+        "strategy.hosts_key=FILE"
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import TYPE_CHECKING, Any
@@ -50,20 +50,28 @@ def with_other_hosts(
         UserError: if a host does not come, or does not fit.
     """
     strategy = context_of(trainer)
-    if strategy.place.n_hosts == 1:
+    place = strategy.place
+    if place.n_hosts == 1:
         return train(None)
     path, about = strategy.data_options["hosts_key"], about_this_host(strategy, trainer, arguments)
-    hosts = Hosts(list(gathered(strategy.place, path, about).values()), strategy.local_workers)
-    try:
-        results = train(hosts)
-    except Interrupted as interruption:
-        hosts.conclude(Over(signum=interruption.signum))
-        raise
-    except BaseException as error:
-        hosts.conclude(Over(error=f"{type(error).__name__}: {error}"))
-        raise
-    hosts.conclude(Over(_whole(results, scratch)))
-    return results
+    with ExitStack() as stack:
+        door = stack.enter_context(_door(place, path, about))
+        there = list(door.wait_for(strategy.min_hosts).values())
+        arrivals = door.arrivals
+        if not strategy.hosts_come:
+            stack.close()
+            arrivals = list
+        hosts = Hosts(there, place.n_hosts, strategy.local_workers, arrivals)
+        try:
+            results = train(hosts)
+        except Interrupted as interruption:
+            hosts.conclude(Over(signum=interruption.signum))
+            raise
+        except BaseException as error:
+            hosts.conclude(Over(error=f"{type(error).__name__}: {error}"))
+            raise
+        hosts.conclude(Over(_whole(results, scratch)))
+        return results
 
 
 def _whole(results: list[Any], scratch: Scratch) -> list[Any]:
@@ -94,56 +102,106 @@ def gathered(
         UserError: if one does not come in time, or does not fit.
         Interrupted: at a signal.
     """
-    found = {} if found is None else found
+    with _door(place, path, about) as door:
+        return door.wait_for(place.n_hosts, patience_s, found)
+
+
+@contextmanager
+def _door(place: Place, path: str | Path | None, about: Mapping[str, Any]) -> Iterator[_Door]:
+    """Let other hosts come until the context ends."""
     key = key_of(place, path)
     address = address_towards(place) if place.store_port else place.address
     listener = Listener(address, place.port, key, about)
     try:
         with handed_over(place, listener.port, key, path):
-            _wait_for_all(listener, place.n_hosts, about, patience_s, found)
+            yield _Door(listener, place.n_hosts, about)
     finally:
         listener.close()
-    return found
 
 
-def _wait_for_all(
-    listener: Listener,
-    n_hosts: int,
-    about: Mapping[str, Any],
-    patience_s: float,
-    found: dict[int, HostConnection],
-) -> None:
-    caught: list[int] = []
-    began_s = said_s = time.monotonic()
-    with DefaultSelector() as selector, caught_signals(caught, selector):
-        selector.register(listener, EVENT_READ)
-        while len(found) < n_hosts - 1:
-            selector.select(1.0)
-            for connection in listener.accepted():
-                if (reason := differences(about, connection.about)) is not None:
-                    raise UserError(f"host {connection.host} does not fit: {reason}")
-                if connection.host in found or connection.host >= n_hosts:
+@dataclass
+class _Door:
+    """Where hosts come in.
+
+    Args:
+        listener: of host 0.
+        n_hosts: of the run.
+        about: host 0.
+    """
+
+    listener: Listener
+    n_hosts: int
+    about: Mapping[str, Any]
+
+    def wait_for(
+        self,
+        least: int,
+        patience_s: float = PATIENCE_S,
+        found: dict[int, HostConnection] | None = None,
+    ) -> dict[int, HostConnection]:
+        """The connections to other hosts, once ``least`` hosts are there, this one included.
+
+        Raises:
+            UserError: if one does not come in time, or does not fit.
+            Interrupted: at a signal.
+        """
+        found = {} if found is None else found
+        caught: list[int] = []
+        began_s = said_s = time.monotonic()
+        with DefaultSelector() as selector, caught_signals(caught, selector):
+            selector.register(self.listener, EVENT_READ)
+            while len(found) < least - 1:
+                selector.select(1.0)
+                for connection in self._came():
+                    self._check(connection, found)
+                    found[connection.host] = connection
+                if caught:
+                    raise Interrupted(caught[0])
+                now_s = time.monotonic()
+                for connection in found.values():
+                    connection.look(now_s)
+                missing = sorted(set(range(1, self.n_hosts)) - found.keys())
+                names = ", ".join(map(str, missing))
+                if now_s > began_s + patience_s:
                     raise UserError(
-                        f"num_nodes={n_hosts} was given, and a host that says it is host "
-                        f"{connection.host} has come, which is {_taken(connection.host, found)}; "
-                        f"give each host a NODE_RANK of its own, from 0 to {n_hosts - 1}"
+                        f"num_nodes={self.n_hosts} was given, but of hosts 1 to "
+                        f"{self.n_hosts - 1} these have not come within {patience_s:g} s: "
+                        f"{names}; start the same command there, and see that they reach port "
+                        f"{self.listener.port} of this host"
                     )
-                found[connection.host] = connection
-            for stranger in listener.refused():
-                to_stderr(f"turned away: {stranger}")
-            if caught:
-                raise Interrupted(caught[0])
-            missing = sorted(set(range(1, n_hosts)) - found.keys())
-            now_s, names = time.monotonic(), ", ".join(map(str, missing))
-            if now_s > began_s + patience_s:
-                raise UserError(
-                    f"num_nodes={n_hosts} was given, but of hosts 1 to {n_hosts - 1} these have "
-                    f"not come within {patience_s:g} s: {names}; start the same command there, "
-                    f"and see that they reach port {listener.port} of this host"
-                )
-            if missing and now_s > said_s + _NEWS_S:
-                said_s = now_s
-                to_stderr(f"waiting at port {listener.port} for host {names} of {n_hosts}")
+                if missing and now_s > said_s + _NEWS_S:
+                    said_s = now_s
+                    to_stderr(
+                        f"waiting at port {self.listener.port} for host {names} of {self.n_hosts}"
+                    )
+        return found
+
+    def _check(self, connection: HostConnection, found: Mapping[int, HostConnection]) -> None:
+        if (reason := differences(self.about, connection.about)) is not None:
+            raise UserError(f"host {connection.host} does not fit: {reason}")
+        if connection.host in found or connection.host >= self.n_hosts:
+            raise UserError(
+                f"num_nodes={self.n_hosts} was given, and a host that says it is host "
+                f"{connection.host} has come, which is {_taken(connection.host, found)}; "
+                f"give each host a NODE_RANK of its own, from 0 to {self.n_hosts - 1}"
+            )
+
+    def _came(self) -> list[HostConnection]:
+        for stranger in self.listener.refused():
+            to_stderr(f"turned away: {stranger}")
+        return self.listener.accepted()
+
+    def arrivals(self) -> list[HostConnection]:
+        """The hosts that have come since the last call; those that do not fit are turned away."""
+        fit = []
+        for connection in self._came():
+            try:
+                self._check(connection, {})
+                fit.append(connection)
+            except UserError as error:
+                to_stderr(f"turned away: {error}")
+                connection.close()
+        return fit
 
 
 def _taken(host: int, found: Mapping[int, HostConnection]) -> str:

@@ -99,13 +99,15 @@ class UnevenEvaluation:
 
     def _sharing(self) -> tuple[int, ...]:
         """The workers that share the samples; all agree on them if workers may be lost for good."""
-        client, choice = self._client, context_of(self._trainer).on_failure.choice
+        client, on_failure = self._client, context_of(self._trainer).on_failure
         alone = not client.has_stepped and client.away >= {*client.there} - {client.worker}
         if alone and self._runs:
             return (client.worker,)  # the others are not restarted before it has stepped
-        if client.solo or choice != "continue":
+        if client.solo or not on_failure.changes:
             return client.there
-        client.gather("who evaluates", None)
+        known = client.gather("who evaluates", self._shared)
+        if any(shared != client.met for shared in known):  # one may have come since
+            self._shared = ()
         return client.met
 
     def run(self, proceed: Callable[[], Any]) -> Any:

@@ -8,6 +8,7 @@ one host are sent together at the end of a turn, so masters travel once for each
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from hybridtrain.worlds.hosts.orders import (
 from hybridtrain.worlds.local.start_workers import Told, WorkerHandle, WorkerStarter
 
 Span = tuple[int, int]  # bytes of the shared memory
+PATIENCE_S = 600.0  # until a lost host is there again
 
 
 @dataclass
@@ -68,36 +70,42 @@ class RemoteWorker(WorkerHandle):
 
 
 class OtherHost:
-    """One other host, by its connection.
+    """The place of one other host, by its connection while it is there.
 
     Args:
-        connection: to its relay.
-        numbers: of its workers.
+        number: of the host.
+        workers: their numbers.
         signalled: called with a signal that the relay got.
     """
 
+    connection: HostConnection
+
     def __init__(
-        self,
-        connection: HostConnection,
-        numbers: Sequence[int],
-        signalled: Callable[[int], object],
+        self, number: int, workers: Sequence[int], signalled: Callable[[int], object]
     ) -> None:
-        self.connection, self.numbers = connection, tuple(numbers)
-        self.name = f"host {connection.host} ({connection.about.get('name', 'no name')})"
-        self.lost = ""  # why it is lost, in words
+        self.number, self.numbers = number, tuple(workers)
+        self.name = f"host {number}"
+        self.lost, self.lost_s = "it has not come", time.monotonic()  # why, in words; since when
         self.workers: dict[int, RemoteWorker] = {}
         self._signalled = signalled
         self._server: Server | None = None
         self._selector: BaseSelector | None = None
-        self._begun = False  # the relay has begun this run
+        self._fresh = self._begun = False  # the relay is to begin this run; it has
         self._replies: list[tuple[int, Reply]] = []
         self._spans: list[Span] = []
+
+    def take(self, connection: HostConnection) -> None:
+        """The host is there, for the first time or again."""
+        self.connection, self.lost = connection, ""
+        self.name = f"host {self.number} ({connection.about.get('name', 'no name')})"
+        self._fresh, self._begun, self._replies, self._spans = True, False, [], []
 
     # ---- the beginning --------------------------------------------------------------------------
 
     def begin(self, server: Server) -> None:
         """A new run begins, with this server."""
-        self._server, self.workers, self._begun = server, {}, False
+        self._server, self._fresh, self._begun = server, True, False
+        self.workers = {each: RemoteWorker(each, self, gone=True) for each in self.numbers}
         self._replies, self._spans = [], []
 
     def start(
@@ -113,11 +121,11 @@ class OtherHost:
         if self._selector is not selector:
             self._selector = selector
             selector.register(self.connection, EVENT_READ, ("host", self))
-        anew = not self.workers
         self.flush()  # what an earlier process of the worker was to get
         for number in numbers:
             self.workers[number] = RemoteWorker(number, self, place=self.name)
-        self.tell(StartWorkers(tuple(numbers), told, anew))
+        self.tell(StartWorkers(tuple(numbers), told, self._fresh))
+        self._fresh = False
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -140,16 +148,18 @@ class OtherHost:
             yield from self._lose(str(lost))
 
     def _lose(self, reason: str) -> Iterator[tuple[int, bool]]:
-        self.lost = reason
+        self.lost, self.lost_s = reason, time.monotonic()
         if self._selector is not None:
             self._selector.unregister(self.connection)
             self._selector = None
         to_stderr(f"{self.name} is lost: {reason}")
         self.connection.close()
-        for number, worker in self.workers.items():
-            if not worker.gone:
-                worker.end = Ended(number, f"worker {number} is lost with {self.name}: {reason}")
-                yield number, True
+        there = [worker for worker in self.workers.values() if not worker.gone]
+        for worker in there:
+            worker.counts = worker is there[0]
+            text = f"worker {worker.number} is lost with {self.name}: {reason}"
+            worker.end = Ended(worker.number, text)
+            yield worker.number, True
 
     def tell(self, order: Any) -> None:
         """Send an order to the relay."""
@@ -257,24 +267,40 @@ class Hosts:
     """All other hosts of a call of the trainer.
 
     Args:
-        connections: to the relays, one for each other host.
+        connections: to the relays that are there.
+        n_hosts: of the run, this one and absent ones included.
         n_here: workers on this host, and on each other one.
+        arrivals: the hosts that have come since it was called last.
     """
 
-    def __init__(self, connections: Sequence[HostConnection], n_here: int) -> None:
+    def __init__(
+        self,
+        connections: Sequence[HostConnection],
+        n_hosts: int,
+        n_here: int,
+        arrivals: Callable[[], Sequence[HostConnection]],
+    ) -> None:
         self._signals: list[int] = []
+        self._arrivals = arrivals
+        self._waiting: dict[int, HostConnection] = {}  # whose place is taken
         self._hosts = [
-            OtherHost(
-                each, range(each.host * n_here, (each.host + 1) * n_here), self._signals.append
-            )
-            for each in sorted(connections, key=lambda connection: connection.host)
+            OtherHost(host, range(host * n_here, (host + 1) * n_here), self._signals.append)
+            for host in range(1, n_hosts)
         ]
+        for each in connections:
+            self._hosts[each.host - 1].take(each)
 
     def beside(self, here: WorkerStarter, server: Server) -> HostStarter:
         """A starter of the workers of all hosts, for one run."""
         for host in self._hosts:
             host.begin(server)
         return HostStarter(here, self._hosts)
+
+    def absent(self) -> set[int]:
+        """The workers of hosts that are not there, and may come."""
+        now_s = time.monotonic()
+        hosts = [x for x in self._hosts if x.lost and now_s < x.lost_s + PATIENCE_S]
+        return {number for host in hosts for number in host.numbers}
 
     def take_signals(self) -> list[int]:
         """The signals that relays have got since this was asked last."""
@@ -287,12 +313,36 @@ class Hosts:
         for host in self._hosts:
             host.flush()
 
+    def look(self, now_s: float, admits: bool) -> list[int]:
+        """Once a second: show life to the other hosts, and see theirs.
+
+        ``admits``: those that come may take their places; returns the numbers of their workers.
+        """
+        for connection in self._arrivals():
+            host = self._hosts[connection.host - 1]
+            to_stderr(f"host {host.number} comes" + ", and its place is taken" * (not host.lost))
+            if (former := self._waiting.pop(host.number, None)) is not None:
+                former.close()
+            self._waiting[host.number] = connection
+        found: list[int] = []
+        for host in self._hosts:
+            if host.lost and admits and host.number in self._waiting:
+                host.take(self._waiting.pop(host.number))
+                found += host.numbers
+        for connection in self._connections():
+            connection.look(now_s)
+        return found
+
+    def _connections(self) -> list[HostConnection]:
+        there = [host.connection for host in self._hosts if not host.lost]
+        return [*there, *self._waiting.values()]
+
     def conclude(self, over: Over) -> None:
         """The call has ended like this: say so, and close the connections."""
-        for host in self._hosts:
-            host.tell(over)
-            host.connection.close()
+        for connection in self._connections():
+            connection.send(over)
+            connection.close()
 
     def stats(self) -> list[dict[str, int]]:
-        """Bytes sent to and received from each other host."""
-        return [host.connection.stats() for host in self._hosts]
+        """Bytes sent to and received from each other host that is there."""
+        return [host.connection.stats() for host in self._hosts if not host.lost]

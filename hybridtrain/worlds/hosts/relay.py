@@ -148,11 +148,12 @@ class Relay:
         return min(_POLL_S, max(0.0, due_s - time.monotonic()))
 
     def _look(self, now_s: float) -> None:
+        alive = running(self._starter.workers)
         if now_s >= self._look_at_s:
             self._look_at_s = now_s + _POLL_S
-            stand_aside(each.pid for each in running(self._starter.workers))
+            stand_aside(each.pid for each in alive)
+            self.connection.look(now_s, judges=bool(alive))  # else it may write its last files
         if now_s >= self.watchdog.due_s:
-            alive = running(self._starter.workers)
             self.watchdog.look(now_s, [each for each in alive if not each.cause])
         if self._signalled_s is not None and now_s > self._signalled_s + self.grace_s + _POLL_S:
             raise HostLost(f"it has not answered a signal for {self.grace_s:g} s")
@@ -247,7 +248,7 @@ class Relay:
             worker.send(reply, descriptor)
 
     def _process(self, number: int) -> WorkerProcess:
-        return self._starter.workers[number - self.numbers[0]]
+        return next(each for each in self._starter.workers if each.number == number)
 
     def _made(self) -> Store:
         """Shared memory of the layout that the server's host has."""

@@ -7,8 +7,10 @@ not see the end of the parent before the end of the child. So each fork closes t
 from __future__ import annotations
 
 import os
+import select
 import socket
 import ssl
+import struct
 import threading
 import time
 import weakref
@@ -53,6 +55,44 @@ def free_port(address: str = "") -> int:
     """A port that nothing listens at now."""
     with listen(address, 0) as sock:
         return int(sock.getsockname()[1])
+
+
+def listen_here(name: str) -> socket.socket:
+    """A listening Unix socket without a file; ``name`` begins with a zero byte.
+
+    Raises:
+        OSError: if the name is in use.
+    """
+    with _making:
+        sock = socket.socket(socket.AF_UNIX)
+        _open.add(sock)
+    try:
+        sock.bind(name)
+        sock.listen()
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def accept_here(listening: socket.socket) -> socket.socket:
+    """Wait for the next connection; it may keep nobody waiting.
+
+    Raises:
+        OSError: if the listening socket was shut.
+    """
+    select.select([listening], [], [])
+    with _making:
+        sock, _ = listening.accept()
+        _open.add(sock)
+    sock.setblocking(False)  # a key fits into its buffer
+    return sock
+
+
+def user_of(sock: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", found)[1])
 
 
 def accept(listening: socket.socket, context: ssl.SSLContext) -> tuple[ssl.SSLSocket, str] | None:

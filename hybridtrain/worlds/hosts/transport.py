@@ -3,15 +3,18 @@
 Three connections with TLS, each a stream of frames:
 
 - *control*, in both directions: messages, and the sizes of large ones. Never more than a few
-  kilobytes wait in it, so that a host which does not answer for 12 s is known to be lost.
+  kilobytes wait in it, so that a machine which does not answer for 12 s is known to be lost.
 - *rows*, one connection for each direction: the bytes of shared memory that a message speaks of, in
   frames of 1 MiB, and the bytes of large messages. They may wait for two minutes.
 
 A message says how many bytes of rows were sent before it; the other side hands it out when that
-many have arrived. A thread for each of the streams of rows encrypts and sends, or receives and
-decrypts, and never touches another thread's connection. Control never blocks, and a lock guards it:
-in some versions of Python a connection with TLS must not be read and written at the same time, in
-others one waits for the other.
+many have arrived. The loop that receives shows life once a second: a process that is stopped, or
+whose loop hangs, is lost after a minute, though its machine answers.
+
+A thread for each of the streams of rows encrypts and sends, or receives and decrypts, and never
+touches another thread's connection. Control never blocks, and a lock guards it: in some versions of
+Python a connection with TLS must not be read and written at the same time, in others one waits for
+the other.
 """
 
 from __future__ import annotations
@@ -35,12 +38,14 @@ from hybridtrain.worlds.local.channel import pickled
 
 # Kind, bytes of rows before it, length; and, of rows, sequence number, offset in memory, length.
 MESSAGE, FRAME = struct.Struct("<BQQ"), struct.Struct("<QQQ")
-SMALL, LARGE, GOODBYE = range(3)
+SMALL, LARGE, GOODBYE, ALIVE = range(4)
 FRAME_BYTES = 1 << 20
 SMALL_BYTES = 1 << 11  # of a message that travels on the control connection
 IN_MESSAGE = 2**64 - 1  # the offset of a frame whose bytes belong to a message
 _READ_BYTES = 1 << 16
 _DEATH = "its process has ended"
+SILENT_S = 60.0  # without a sign of life from the other side's loop: it is lost
+_GAP_S = 2.0  # this side's own pause is not held against the other
 _LAST_S = 1.0  # for what is still on its way when a connection ends
 
 
@@ -88,6 +93,7 @@ class HostConnection:
         self._parts: deque[bytearray] = deque()  # of large messages
         self._arrived: list[bytes] = []
         self._counts = {"sent": 0, "received": 0}
+        self._lives, self._silent_s, self._looked_s = True, 0.0, time.monotonic()
         # How it ends: closed here, closed there, no more rows; and why: a stream failed, whose
         # end the thread of control waits for; broken; over.
         self._closed = self._dismissed = self._no_rows = False
@@ -176,6 +182,20 @@ class HostConnection:
         except Exception as error:
             self._break(f"a message cannot be read ({type(error).__name__}: {error})")
             raise HostLost(f"a message of host {self.host} cannot be read: {error}") from error
+
+    def look(self, now_s: float, judges: bool = True) -> None:
+        """Show life; to be called once a second by the loop that receives.
+
+        ``judges``: the connection ends if the other side has shown none for ``SILENT_S``.
+        """
+        with self._changed:
+            if not self._closed and self._broken is None:
+                self._say(ALIVE, 0)
+            waited_s = min(now_s - self._looked_s, _GAP_S)
+            self._silent_s = 0.0 if self._lives or not judges else self._silent_s + waited_s
+            self._lives, self._looked_s = False, now_s
+        if self._silent_s >= SILENT_S:
+            self._break(f"it has shown no sign of life for {SILENT_S:g} s: it is stopped, or hangs")
 
     def stats(self) -> dict[str, int]:
         """Bytes ``sent`` and ``received``, of rows and messages."""
@@ -291,7 +311,7 @@ class HostConnection:
         while len(self._heard) >= MESSAGE.size:
             kind, after, n_bytes = MESSAGE.unpack_from(self._heard)
             inside = n_bytes if kind == SMALL else 0
-            if kind > GOODBYE or inside > SMALL_BYTES:
+            if kind > ALIVE or inside > SMALL_BYTES:
                 raise _Foul(f"it sent a damaged message (kind {kind}, {n_bytes} bytes)")
             end = MESSAGE.size + inside
             if len(self._heard) < end:
@@ -299,6 +319,9 @@ class HostConnection:
             body = bytes(self._heard[MESSAGE.size : end])
             del self._heard[:end]
             self._counts["received"] += inside
+            self._lives = True
+            if kind == ALIVE:
+                continue
             yield _Arriving(kind, after, n_bytes - inside, body)
 
     def _hand_out(self) -> None:

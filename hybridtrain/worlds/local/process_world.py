@@ -129,6 +129,17 @@ class OtherHosts(Protocol):
         """Send what has been queued for other hosts."""
         ...
 
+    def absent(self) -> set[int]:
+        """The workers of hosts that are not there, and may come."""
+        ...
+
+    def look(self, now_s: float, admits: bool) -> list[int]:
+        """Once a second: show life to other hosts, and see theirs.
+
+        ``admits``: those that come may take their places; returns the numbers of their workers.
+        """
+        ...
+
     def take_signals(self) -> list[int]:
         """The signals that processes of other hosts have got since this was asked last."""
         ...
@@ -194,7 +205,7 @@ class ProcessWorld:
         self.server.workers_updates.free_by(self._free)
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
-                self._starter.start(range(self.n_workers), selector)
+                self._start(selector)
                 while not self.roster.over:
                     self._turn(selector)
             finally:
@@ -231,6 +242,17 @@ class ProcessWorld:
             apart=self.others is not None,
         )
         return here if self.others is None else self.others.beside(here, self.server)
+
+    def _start(self, selector: BaseSelector) -> None:
+        absent = set() if self.server.requirements.whole_rounds else self._absent()
+        there = [worker for worker in range(self.n_workers) if worker not in absent]
+        self._starter.start(there, selector)
+        for worker in absent:
+            self.roster.reaped(worker)
+            self._on(Removed(worker, announced=True))
+
+    def _absent(self) -> set[int]:
+        return set() if self.others is None else self.others.absent()
 
     def _covered(self, worker: int) -> int:
         """Mini-batches that the worker has processed without the server."""
@@ -272,8 +294,8 @@ class ProcessWorld:
         self._react_to_signals()
         roster = self.roster
         if roster.ending or roster.away:
-            pushed = self.server.membership.rounds.pushed
-            self._do(roster.advance(time.monotonic(), pushed), selector)
+            not_yet = {*self.server.membership.rounds.pushed, *self._absent()}
+            self._do(roster.advance(time.monotonic(), not_yet), selector)
         self._look()
         if self.others is not None:
             self.others.flush()
@@ -282,6 +304,10 @@ class ProcessWorld:
         """Once a second, choose the server's core and check for standstill; check for hangs."""
         if (now_s := time.monotonic()) > self._look_at_s:
             self._look_at_s = now_s + _POLL_S
+            if self.others is not None:
+                admits = self.server.training and not self.roster.ending
+                for worker in self.others.look(now_s, admits):
+                    self.roster.comes(worker)
             if self.meet:
                 self._on(Looked())
             stand_aside(each.pid for each in running(self._starter.workers))
@@ -294,6 +320,7 @@ class ProcessWorld:
         """End the run if all workers wait, no timer runs, and no worker is about to return."""
         roster, workers = self.roster, self._starter.workers
         due = self.server.wake_at_s is not None or any(at_s > now_s for at_s in roster.next_s())
+        due |= not self._absent().isdisjoint(roster.those(*AWAY))  # a host may come back
         stands = not (roster.ending or due) and all(each.gone or each.asked for each in workers)
         heard = sum(each.heard for each in workers)
         if self._standstill.look(now_s, stands, heard, roster.telling):
@@ -365,7 +392,7 @@ class ProcessWorld:
         self._listen(worker, selector)  # its last messages
         worker.bury()
         if self.roster.states[worker.number] in THERE:
-            self._fail(worker, WorkerDied(worker.obituary()))
+            self._fail(worker, WorkerDied(worker.obituary(), worker.counts))
         self.roster.reaped(worker.number)
         if not worker.mourned:
             self._on(Removed(worker.number))

@@ -61,7 +61,8 @@ class WorkerHandle(ABC):
 
     ``number``: of the worker; ``place``: its device, in words; ``gone``: the process has ended;
     ``mourned``: the server knows of the loss (the process may still run); ``cause``: why the parent
-    has killed it; ``request``: its unanswered message; ``heard``: number of its messages.
+    has killed it; ``request``: its unanswered message; ``heard``: number of its messages;
+    ``counts``: its death is not part of another's.
     """
 
     number: int
@@ -72,6 +73,7 @@ class WorkerHandle(ABC):
     cause: str = field(default="", kw_only=True)
     request: Request | None = field(default=None, kw_only=True)
     heard: int = field(default=0, kw_only=True)
+    counts: bool = field(default=True, kw_only=True)
 
     @property
     def asked(self) -> str:
@@ -349,9 +351,9 @@ class WorkerStarter:
         except BaseException:
             _kill(processes)
             raise
+        kept = [worker for worker in self.workers if worker.number not in numbers]
+        self.workers[:] = sorted([*kept, *started], key=lambda worker: worker.number)
         for worker in started:
-            at = worker.number - self.first
-            self.workers[at : at + 1] = [worker]
             worker.attend(selector)
 
     def _place(self, number: int) -> str:

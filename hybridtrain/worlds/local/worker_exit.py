@@ -61,7 +61,14 @@ class WorkerError(RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended without a report (killed, out of memory, crashed)."""
+    """A worker process ended without a report (killed, out of memory, crashed).
+
+    ``counts``: not together with another one of its host, which was lost.
+    """
+
+    def __init__(self, text: str, counts: bool = True) -> None:
+        super().__init__(text)
+        self.counts = counts
 
 
 def _last_words(text: str) -> str:

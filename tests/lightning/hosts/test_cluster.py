@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
-import stat
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,11 @@ from hybridtrain.lightning.hosts import cluster
 from hybridtrain.lightning.hosts.cluster import (
     be_silent_beyond_host_0,
     handed_over,
-    key_file,
     place_of,
     take_key,
 )
 from hybridtrain.util.host_place import Place
+from hybridtrain.worlds.hosts import sockets
 from hybridtrain.worlds.hosts.key import Key
 
 VARIABLES = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
@@ -50,7 +51,7 @@ SLURM = {
 def no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in (*VARIABLES, *TORCHRUN, *SLURM, "LOCAL_RANK", "SLURM_JOB_NAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def started(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **more: str) -> None:
@@ -172,37 +173,59 @@ def plain_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Key, "from_bytes", lambda content: replace(KEY, private_key=content[4:]))
 
 
-def test_on_one_machine_the_key_lies_in_a_file_of_the_users_while_host_0_lives() -> None:
-    key_file(2345).write_bytes(b"key of a run that was killed")
-    key_file(2345).chmod(0o600)
-    with pytest.raises(UserError, match="NODE_RANK=0 on this machine"):
-        take_key(HERE, None, 0.01)
-    with handed_over(replace(HERE, host=0), 2345, KEY, None):
-        assert stat.S_IMODE(key_file(2345).stat().st_mode) == 0o600
-        assert take_key(HERE, None) == (KEY, "127.0.0.1", 2345)
-    assert not key_file(2345).exists()
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
-def test_a_file_that_others_can_read_or_a_link_counts_for_nothing(tmp_path: Path) -> None:
-    path = key_file(2345)
-    path.write_bytes(b"key x")
-    path.chmod(0o644)
-    with pytest.raises(UserError, match=r"nobody else can read.*remove it"):
-        take_key(HERE, None, 5)
-    path.rename(tmp_path / "other")
-    (tmp_path / "other").chmod(0o600)
-    path.symlink_to(tmp_path / "other")
-    with pytest.raises(UserError, match="nobody else can read"):
-        take_key(HERE, None, 5)
+def test_on_one_machine_host_0_hands_the_key_to_its_user_without_a_file(
+    free_port: int, tmp_path: Path
+) -> None:
+    here = replace(HERE, port=free_port)
+    with pytest.raises(UserError, match="NODE_RANK=0 on it"):
+        take_key(here, None, 0.01)
+    with handed_over(replace(here, host=0), free_port, KEY, None):
+        for _ in range(2):
+            assert take_key(here, None) == (KEY, "127.0.0.1", free_port)
+        assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="NODE_RANK=0 on it"):
+        take_key(here, None, 0.01)
 
 
-def test_a_name_that_cannot_be_replaced_is_one_error() -> None:
-    key_file(2345).mkdir()
+def test_a_key_of_another_user_counts_for_nothing(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with handed_over(replace(HERE, host=0), free_port, KEY, None):
+        monkeypatch.setattr(sockets, "user_of", lambda sock: os.getuid() + 1)
+        with pytest.raises(UserError, match=r"of user .* counts for nothing"):
+            take_key(replace(HERE, port=free_port), None, 5)
+
+
+def test_two_runs_at_one_port_are_one_error(free_port: int) -> None:
     with (
-        pytest.raises(UserError, match=r"cannot be replaced.*MASTER_PORT.*hosts_key=FILE"),
-        handed_over(replace(HERE, host=0), 2345, KEY, None),
+        handed_over(replace(HERE, host=0), free_port, KEY, None),
+        pytest.raises(UserError, match=r"another process.*MASTER_PORT.*hosts_key=FILE"),
+        handed_over(replace(HERE, host=0), free_port, KEY, None),
     ):
         pass
+
+
+def test_a_forked_child_does_not_keep_the_offer_of_a_key(free_port: int) -> None:
+    awake, asleep = os.pipe()
+    host_0 = os.fork()
+    if host_0 == 0:
+        with handed_over(replace(HERE, host=0), free_port, KEY, None):
+            if os.fork() == 0:
+                os.close(asleep)
+                os.read(awake, 1)
+                os._exit(0)
+            os._exit(0)  # as by kill -9: nothing is put away
+    os.waitpid(host_0, 0)
+    with handed_over(replace(HERE, host=0), free_port, KEY, None):
+        assert take_key(replace(HERE, port=free_port), None).key == KEY
+    os.close(asleep)
+    os.close(awake)
 
 
 def test_far_hosts_need_a_key() -> None:

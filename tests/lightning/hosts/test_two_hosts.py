@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.worlds.hosts import transport
 from tests.picking import by_default
-from tests.support.several_hosts import Host, run_hosts
+from tests.support.several_hosts import Host, Pids, run_hosts
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="hosts are forked processes")
 EPOCHS, SAMPLES = 3, 64
@@ -68,6 +69,14 @@ class Slowly(pl.Callback):
         time.sleep(0.05)
         if trainer.global_step > 0:
             Path("begun").touch()
+
+
+class Patiently(Slowly):
+    """Leaves host 1 the time to come."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        super().on_train_batch_start(trainer)
+        time.sleep(0.0 if Path("../host1/begun").exists() else 0.5)
 
 
 def data() -> DataLoader[Any]:
@@ -202,11 +211,15 @@ def test_a_checkpoint_of_two_hosts_is_resumed_on_one_and_back(
 # ---- hosts that are lost ------------------------------------------------------------------------
 
 
-def kill_when_training(folder: Path, host: int, how: int, pids: list[int]) -> None:
-    limit = time.monotonic() + 60.0
-    while not (folder / f"host{host}" / "begun").exists() and time.monotonic() < limit:
-        time.sleep(0.02)
+def kill_when_training(folder: Path, host: int, how: int, pids: Pids) -> None:
+    wait_for((folder / f"host{host}" / "begun").exists)
     os.kill(pids[host], how)
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60.0
+    while not there() and time.monotonic() < limit:
+        time.sleep(0.02)
 
 
 def lose(folder: Path, host: int, how: int = signal.SIGKILL, **options: Any) -> list[Host]:
@@ -228,6 +241,24 @@ def test_a_host_is_lost_and_the_other_trains_on_all_that_is_left(
     first, lost = lose(tmp_path, 1, policy=policy, on_failure="continue")
     assert (first.status, lost.status) == (0, -signal.SIGKILL), first.said
     assert first.result["samples"] == EPOCHS * SAMPLES
+
+
+def stop_until_it_is_lost(folder: Path, pids: Pids) -> None:
+    kill_when_training(folder, 1, signal.SIGSTOP, pids)
+    wait_for(lambda: "is lost" in (folder / "host0" / "log").read_text())
+    os.kill(pids[1], signal.SIGCONT)
+
+
+@pytest.mark.parametrize("policy", ["async", pytest.param("hybrid", marks=pytest.mark.slow)])
+def test_a_host_that_hangs_is_lost_and_ends_once_it_wakes(
+    tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "SILENT_S", 6.0)
+    body = partial(train, 2, 2, policy, callbacks=(Slowly,), on_failure="continue")
+    first, stopped = run_hosts(tmp_path, body, meanwhile=partial(stop_until_it_is_lost, tmp_path))
+    assert (first.status, stopped.status) == (0, 1), first.said
+    assert first.result["samples"] == EPOCHS * SAMPLES
+    assert "no sign of life for 6 s" in first.said and "host 0, which has" in stopped.said
 
 
 def test_the_server_is_lost_and_the_other_host_ends_in_one_line(tmp_path: Path) -> None:
@@ -252,6 +283,79 @@ def test_an_error_of_a_worker_elsewhere_is_shown_on_host_0(tmp_path: Path) -> No
     assert "the run has ended on host 0: InjectedFault" in other.said
 
 
+# ---- hosts that come back, or later -------------------------------------------------------------
+
+
+def kill_and_start(folder: Path, pids: Pids) -> None:
+    kill_when_training(folder, 1, signal.SIGKILL, pids)
+    (folder / "host1" / "begun").unlink()
+    pids.start(1)
+
+
+COMES_BACK: dict[str, dict[str, Any]] = {
+    "hybrid": {"callbacks": (Slowly,)},
+    "async": {"callbacks": (Slowly,), "policy": "async"},
+    "hybrid, gradients are read": {"callbacks": (Slowly, ReadsGradients)},
+    "ssp": {"callbacks": (Slowly,), "policy": {"name": "ssp", "lead": 1}},
+    "backup": {"callbacks": (Slowly,), "policy": {"name": "backup", "k": 3}},
+}
+
+
+@pytest.mark.parametrize("name", by_default(COMES_BACK, "hybrid", "async"))
+def test_a_host_that_comes_back_takes_its_place(tmp_path: Path, name: str) -> None:
+    body = partial(train, 2, 2, **COMES_BACK[name], on_failure="restart", max_restarts=1)
+    disturbed = run_hosts(tmp_path / "a", body, meanwhile=partial(kill_and_start, tmp_path / "a"))
+    assert [host.status for host in disturbed] == [0, 0], [x.said[-3000:] for x in disturbed]
+    assert disturbed[0].result["samples"] == EPOCHS * SAMPLES
+    assert_equal(disturbed[0].result, disturbed[1].result)
+    if "policy" not in COMES_BACK[name]:
+        undisturbed = run_hosts(tmp_path / "b", body)
+        assert_equal(disturbed[0].result, undisturbed[0].result)
+
+
+def start_when_training(folder: Path, pids: Pids) -> None:
+    wait_for((folder / "host0" / "begun").exists)
+    pids.start(1)
+
+
+@pytest.mark.parametrize("choice", ["continue", "restart"])
+def test_a_host_that_comes_later_takes_a_vacant_place(tmp_path: Path, choice: str) -> None:
+    body = partial(train, 2, 2, "async", (Patiently,), epochs=12, on_failure=choice, min_hosts=1)
+    meanwhile = partial(start_when_training, tmp_path)
+    hosts = run_hosts(tmp_path, body, meanwhile=meanwhile, late=1)
+    assert [host.status for host in hosts] == [0, 0], [x.said[-3000:] for x in hosts]
+    assert hosts[0].result["samples"] == 12 * SAMPLES
+    assert (tmp_path / "host1" / "begun").exists()  # its workers have trained
+    assert_equal(hosts[0].result, hosts[1].result)
+
+
+def test_a_host_that_died_comes_back_though_the_others_went_on(tmp_path: Path) -> None:
+    body = partial(
+        train, 2, 2, "async", (Patiently,), epochs=12, on_failure="continue", min_hosts=2
+    )
+    hosts = run_hosts(tmp_path, body, meanwhile=partial(kill_and_start, tmp_path))
+    assert [host.status for host in hosts] == [0, 0], [x.said[-3000:] for x in hosts]
+    assert hosts[0].result["samples"] == 12 * SAMPLES
+    assert (tmp_path / "host1" / "begun").exists()
+    assert_equal(hosts[0].result, hosts[1].result)
+
+
+def resumes_elsewhere(there: Path) -> dict[str, Any]:
+    own = there if os.environ["NODE_RANK"] == "0" else None
+    return train(2, 2, ckpt=own)
+
+
+def test_host_0_decides_where_all_go_on_from(tmp_path: Path) -> None:
+    run_hosts(tmp_path / "a", partial(train, 2, 2, epochs=1, saves=True))
+    body = partial(resumes_elsewhere, tmp_path / "a" / "host0" / "end.ckpt")
+    resumed, whole = (
+        run_hosts(tmp_path / "b", body),
+        run_hosts(tmp_path / "c", partial(train, 2, 2)),
+    )
+    assert [host.status for host in resumed] == [0, 0], resumed[1].said
+    assert_equal(resumed[0].result, whole[0].result)
+
+
 # ---- hosts that do not fit ----------------------------------------------------------------------
 
 
@@ -263,6 +367,12 @@ def test_hosts_with_other_options_are_named_before_training(tmp_path: Path) -> N
     first, other = run_hosts(tmp_path, differing)
     assert (first.status, other.status) == (1, 1)
     assert "host 1 does not fit: " in first.said and "policy" in first.said
+
+
+def test_whole_rounds_begin_with_all_hosts(tmp_path: Path) -> None:
+    body = partial(train, 2, 2, on_failure="continue", min_hosts=1)
+    for host in run_hosts(tmp_path, body):
+        assert host.status == 1 and "min_hosts=1 was given, but workers that wait" in host.said
 
 
 def test_hogwild_is_refused_between_hosts(tmp_path: Path) -> None:

@@ -356,6 +356,40 @@ def test_a_time_out_is_told_from_a_death() -> None:
     assert transport._why_lost(ConnectionResetError()) == "its process has ended"
 
 
+def look(end: HostConnection, times: int) -> None:
+    """As its loop does, once a second."""
+    for _ in range(times):
+        end.look(end._looked_s + 1.0)
+
+
+def test_a_loop_that_shows_no_sign_of_life_for_a_minute_is_lost_though_its_kernel_answers(
+    ends: tuple[HostConnection, HostConnection],
+) -> None:
+    ours, theirs = ends
+    look(ours, 31)  # a host may be stopped for 30 s
+    look(theirs, 1)
+    while not ours._lives:
+        time.sleep(0.001)
+    look(ours, 60)
+    ours.send("still there")
+    assert received(theirs, 1) == ["still there"]
+    look(ours, 1)
+    assert "has shown no sign of life for 60 s" in reason(ours)
+    assert "has ended" in reason(theirs)
+
+
+def test_a_pause_of_the_judge_is_not_held_against_the_other(
+    ends: tuple[HostConnection, HostConnection],
+) -> None:
+    ours, theirs = ends
+    look(ours, 40)
+    ours.look(ours._looked_s + 3600.0)
+    ours.look(ours._looked_s + 3600.0, judges=False)
+    look(ours, 59)
+    ours.send("still there")
+    assert received(theirs, 1) == ["still there"]
+
+
 # ---- strangers -----------------------------------------------------------------------------------
 
 
