@@ -277,7 +277,7 @@ class HostProcesses:
         """Its exit status; it is killed at that time."""
         if not wait_for(lambda: self.has_ended(host), until):
             self.signal(host, signal.SIGKILL)
-            os.waitpid(self.pids[host], 0)
+            wait_for(lambda: self.has_ended(host), until + 10.0)
             return None
         return self.statuses[host]
 
@@ -388,7 +388,7 @@ def _trial(case: HostCase, folder: Path) -> HostRow:
         (port, between.port),
         lambda: train_on_hosts(case.strategy, folder, [phases], on_failure=case.policy),
     )
-    row = HostRow(case)
+    row, again = HostRow(case), False
     reached, ended = folder / "reached", lambda: hosts.has_ended(0)
     if case.kind and wait_for(lambda: reached.exists() or ended(), until):
         began_s, before = time.monotonic(), hosts.said(0).count(" is lost: ")
@@ -398,9 +398,14 @@ def _trial(case: HostCase, folder: Path) -> HostRow:
         (folder / "done").touch()
         if case.kind in LETHAL and case.policy == "restart":
             wait_for(lambda: hosts.has_ended(1) or ended(), until)
-            if not ended() and hosts.statuses.get(1) != 0:
+            again = not ended()
+            if again:
                 hosts.start(1)
-    row.statuses = [hosts.wait(0, until), hosts.wait(1, time.monotonic() + 20.0)]
+    row.statuses = [hosts.wait(0, until)]
+    if again:  # perhaps too late, and waits for a run of the same kind
+        hosts.wait(1, time.monotonic() + 3.0)
+        hosts.signal(1, signal.SIGKILL)
+    row.statuses.append(hosts.wait(1, time.monotonic() + 20.0))
     found = hosts.result(0)
     row.samples, row.weights = found.get("samples", 0), found.get("weights", "")
     row.said = (hosts.said(0) + hosts.said(1))[-4000:]
