@@ -2,12 +2,17 @@
 
     python scripts/soak.py --minutes 30 --out docs/faults
     python scripts/soak.py --minutes 2 --strategies ssp backup hogwild --at-once 2 --no-ddp
+    python scripts/soak.py --minutes 20 --every 10 --hosts 3
 
 Three workers; whenever one takes a step it may be killed (in computing, before its push, while the
 server updates with it, before it takes the new parameters), exit without a word, raise, run out of
 memory, hang (killed after 5 s), or become slow: in all about one fault in ``--every`` seconds,
 drawn from a seed. ``on_failure=restart`` with any number of restarts, and at most half a second of
 back-off, for nobody's worker fails this often. The parent counts which samples are in which update.
+
+With ``--hosts 3`` so many hosts with two workers each, and every ``--every`` seconds one but the
+first is killed, paused, stopped until it is lost, cut off or sends garbage, or a stranger comes
+(:mod:`trials.soak_hosts`); who was lost is started again.
 
 Beside it the same number of epochs undisturbed, with as many seeds as ``--seeds``: the noise that
 the loss is held against. (These do not wait 20 ms in each step, as the disturbed ones do.) The
@@ -28,6 +33,8 @@ from pathlib import Path
 
 from benchmarks.machine import in_short, machine
 from trials.report import write_report
+from trials.soak_hosts import soak_hosts
+from trials.soak_hosts import told as line_of_hosts
 from trials.soaking import Soaked, Wish, disturb_ddp, is_lockstep, pace, soak
 
 from hybridtrain.cli.quiet import hush, hush_lightning
@@ -41,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="*", default=["hybrid", "async"])
     parser.add_argument("--minutes", type=float, default=30.0, help="of each (default 30)")
     parser.add_argument("--every", type=float, default=5.0, help="seconds to a fault (default 5)")
+    parser.add_argument("--hosts", type=int, default=1, help="faults of so many hosts")
     parser.add_argument("--at-once", type=int, default=1, help="workers that are hit (default 1)")
     parser.add_argument("--seeds", type=int, default=3, help="undisturbed runs (default 3)")
     parser.add_argument("--patience", type=float, default=120.0, help="with DDP (default 120 s)")
@@ -61,6 +69,8 @@ def main() -> int:
     given = parse()
     hush()
     hush_lightning()
+    if given.hosts > 1:
+        return _of_hosts(given)
     runs: list[Soaked] = []
     for run in run_all(given) if given.read is None else given.read:
         runs.append(run)
@@ -69,6 +79,16 @@ def main() -> int:
             write_report(Path(given.out), "soak", content, table(runs))
     print(table(runs))
     return int(any(is_bad(run) or differs(run, runs) for run in runs if run.strategy != "ddp"))
+
+
+def _of_hosts(given: argparse.Namespace) -> int:
+    bad = 0
+    for strategy in given.strategies:
+        run = soak_hosts(strategy, given.hosts, 60 * given.minutes, given.every)
+        print(line_of_hosts(run), flush=True)
+        bad += run.is_bad
+    print(in_short(machine()))
+    return int(bad > 0)
 
 
 def run_all(given: argparse.Namespace) -> Iterator[Soaked]:

@@ -104,7 +104,6 @@ class Client:
     def __init__(self, worker: int, n_workers: int, line: Connection, apart: bool = False) -> None:
         self.worker, self.n_workers, self.line, self.apart = worker, n_workers, line, apart
         self.heartbeat = Heartbeat()  # the world decides whether it is watched
-        # Which workers train, as far as the server has said.
         self.solo = False  # the others have ended: a meeting has one participant
         self.is_saver = False  # acts as the leader, whatever its number
         self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
@@ -579,8 +578,8 @@ class Client:
                 self.gone += [] if for_now else [reply]
                 self.on_change()
             case Back(worker):
-                self.away.discard(worker)
-                self.gone = [each for each in self.gone if each.worker != worker]
+                self.away -= {worker}
+                self.gone = [x for x in self.gone if x.worker != worker]
                 self.on_change()
             case Called(calls):
                 self.take_calls(calls)
