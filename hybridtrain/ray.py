@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,27 +117,28 @@ class Run:
 
     Args:
         ray: the module.
-        actors: one for each host, in any order.
-        ends_together: the run ends with the first host that fails (``on_failure=stop``).
+        make: makes an actor in the bundle with this number.
+        n_hosts: as many as there are bundles.
+        on_failure: of the strategy; ``stop``: the run ends with the first host that fails.
     """
 
-    def __init__(self, ray: Any, actors: Sequence[Any], ends_together: bool) -> None:
-        self._ray, self._ends_together = ray, ends_together
+    def __init__(self, ray: Any, make: Callable[[int], Any], n_hosts: int, on_failure: str) -> None:
+        self._ray, self._make, self._on_failure = ray, make, on_failure
+        actors = [make(number) for number in range(n_hosts)]
         nodes: list[Node] = ray.get([actor.node.remote() for actor in actors])
         here = ray.get_runtime_context().get_node_id()
-        order = sorted(range(len(nodes)), key=lambda n: nodes[n].identity != here)
-        self._nodes, self._actors = [nodes[n] for n in order], [actors[n] for n in order]
+        self._bundles = sorted(range(n_hosts), key=lambda n: nodes[n].identity != here)
+        self._nodes = [nodes[n] for n in self._bundles]
+        self._actors = [actors[n] for n in self._bundles]
         self._streams: dict[Any, int] = {}  # what the hosts print, and their numbers
         self._status = FAILED  # of host 0
         self._until_s: float | None = None  # when what is left is killed
 
     def watch(self, arguments: Sequence[str], key: bytes) -> int:
         """Start all hosts; print what they print until they have ended; the status of host 0."""
-        first = {"MASTER_ADDR": self._nodes[0].address, "MASTER_PORT": str(self._nodes[0].port)}
-        for host, actor in enumerate(self._actors):
-            variables = {**first, "NODE_RANK": str(host)}
-            stream = actor.run.remote(arguments, variables, str(Path.cwd()), key)
-            self._streams[stream] = host
+        self._given = arguments, key
+        for host in range(len(self._actors)):
+            self._start(host)
         try:
             while self._streams and time.monotonic() < (self._until_s or time.monotonic() + 1):
                 try:
@@ -152,6 +153,13 @@ class Run:
             for actor in self._actors:
                 self._ray.kill(actor)
         return self._status
+
+    def _start(self, host: int) -> None:
+        (arguments, key), first = self._given, self._nodes[0]
+        variables = {"MASTER_ADDR": first.address, "MASTER_PORT": str(first.port)}
+        variables["NODE_RANK"] = str(host)
+        stream = self._actors[host].run.remote(arguments, variables, str(Path.cwd()), key)
+        self._streams[stream] = host
 
     def _listen(self) -> None:
         """Print what there is; note the hosts that have ended."""
@@ -176,8 +184,11 @@ class Run:
             to_stderr(f"host {host} of {len(self._nodes)}, {self._nodes[host].address}, {how}")
         if host == 0:
             self._status = status
-        if host == 0 or status == BAD_INPUT or (status and self._ends_together):
+        if host == 0 or status == BAD_INPUT or (status and self._on_failure == "stop"):
             self._let_end()
+        elif status and self._on_failure == "restart" and self._until_s is None:
+            self._actors[host] = self._make(self._bundles[host])  # where Ray has put the bundle
+            self._start(host)
 
     def _let_end(self) -> None:
         self._until_s = self._until_s or time.monotonic() + _GRACE_S
@@ -215,14 +226,14 @@ def train(arguments: Sequence[str], cpus: float | None = None, gpus: float | Non
                 "a smaller trainer.num_nodes, trainer.devices, cpus= or gpus="
             )
         reserved = {"num_cpus": wanted["CPU"], "num_gpus": wanted["GPU"], "max_concurrency": 2}
-        actors = [
-            ray.remote(HostProcess)
-            .options(**reserved, scheduling_strategy=Bundle(group, placement_group_bundle_index=n))
-            .remote()
-            for n in range(n_hosts)
-        ]
+
+        def make(number: int) -> Any:
+            place = Bundle(group, placement_group_bundle_index=number)
+            made = ray.remote(HostProcess).options(**reserved, scheduling_strategy=place)
+            return made.remote()
+
         key = b"" if config.strategy.hosts_key else Key.new().to_bytes()
-        return Run(ray, actors, config.strategy.on_failure == "stop").watch(arguments, key)
+        return Run(ray, make, n_hosts, config.strategy.on_failure).watch(arguments, key)
     finally:
         remove_placement_group(group)
 

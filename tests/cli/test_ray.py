@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -145,6 +146,84 @@ def test_bad_input_is_one_line(
         sys.modules["ray"].init.side_effect = ConnectionError  # type: ignore[attr-defined]
     assert engine.main(["task=digits", *given]) == 2
     assert match in capfd.readouterr().err
+
+
+END = StopIteration()
+
+
+class FakeRay:
+    """Hosts print, end and are lost as the script has it: pairs of a host and what it says."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, *script: tuple[int, Any]) -> None:
+        self.script, self.started, self.killed = list(script), list[tuple[int, int]](), 0
+
+    def make(self, bundle: int) -> Any:
+        def run(_: Any, variables: dict[str, str], *__: Any) -> Any:
+            self.started.append((bundle, int(variables["NODE_RANK"])))
+            return Stream(self, int(variables["NODE_RANK"]))
+
+        made = Mock()
+        made.node.remote = lambda: engine.Node(f"node {bundle}", "there", 7)
+        made.run.remote = run
+        return made
+
+    def get_runtime_context(self) -> Any:
+        return Mock(get_node_id=lambda: "node 1")
+
+    def wait(self, streams: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return [x for x in streams if self.script and x.host == self.script[0][0]][-1:], []
+
+    def get(self, said: Any) -> Any:
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def kill(self, actor: Any) -> None:
+        self.killed += 1
+
+
+class Stream:
+    """What an actor yields."""
+
+    def __init__(self, ray: FakeRay, host: int) -> None:
+        self.ray, self.host = ray, host
+
+    def __next__(self) -> Any:
+        said = self.ray.script.pop(0)[1]
+        if said is END:
+            raise END
+        return said
+
+
+LOST = RuntimeError("Traceback\nthe node died")
+WELL = [(0, "epoch 1\n"), (1, 0), (1, END), (0, 0), (0, END)]
+SCRIPTS: dict[str, tuple[str, list[Any], int, list[int], str]] = {
+    "all is well": ("stop", WELL, 0, [0, 1], ""),
+    "host 0 fails": ("stop", [(0, 3), (0, END), (1, 1), (1, END)], 3, [0, 1], "status 3"),
+    "a node is lost": ("stop", [(1, LOST), (0, 1), (0, END)], 1, [0, 1], "(the node died)"),
+    "the others go on": ("continue", [(1, LOST), (0, 0), (0, END)], 0, [0, 1], "is lost with"),
+    "it comes back": ("restart", [(1, LOST), *WELL], 0, [0, 1, 1], "is lost with its node"),
+    "bad input": ("restart", [(1, 2), (1, END), (0, 1), (0, END)], 1, [0, 1], "status 2"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_becomes_of_the_others(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    on_failure, script, status, started, said = SCRIPTS[name]
+    fake = FakeRay(*script)
+    assert engine.Run(fake, fake.make, 2, on_failure).watch([], b"") == status
+    # Host 0 is on the node of the command, which has bundle 1; a lost host is back in its own.
+    assert fake.started == [(1 - host, host) for host in started] and fake.killed == 2
+    assert said in capfd.readouterr().err and fake.script == []
+
+
+def test_hosts_that_do_not_end_by_themselves_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_GRACE_S", 0.01)
+    fake = FakeRay((1, LOST))
+    assert engine.Run(fake, fake.make, 2, "stop").watch([], b"") == 1
+    assert fake.killed == 2
 
 
 @marked
