@@ -329,6 +329,15 @@ def test_what_cannot_go_together_is_refused(options: dict[str, Any], said: str) 
         train(1, 2, **options)
 
 
+def test_a_replay_is_refused(tmp_path: Path) -> None:
+    strategy: Any = HybridStrategy(exchange=movement(4), inside="hybrid", record=tmp_path)
+    strategy.recording.instead = object()
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, **off)
+    with pytest.raises(UserError, match="cannot be replayed"):
+        trainer.fit(Net(), DataLoader(data(12), batch_size=SIZE))
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(UserError, match="known are hybrid, local_sgd"):
         HybridStrategy(exchange=movement(4), inside="async")
