@@ -154,11 +154,14 @@ class Integers(Checked):
         scales = []
         for part, width in _slabs(len(flat), self.chunk):
             rows = flat[part].view(-1, width)
-            scale = rows.abs().amax(1, keepdim=True).div_(self._levels)
-            steps = rows / torch.where(scale > 0, scale, 1)
-            steps.round_().clamp_(-self._levels, self._levels).add_(self._levels)
-            codes[part].view(-1, width).copy_(steps)
+            # Torch is fast at these (Integers.encode took 3.5 times as long with abs, and with a
+            # conversion to uint8).
+            scale = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
+            steps = rows / torch.where(scale.div_(self._levels) > 0, scale, 1)
+            steps.round_().clamp_(-self._levels, self._levels)
+            codes[part].view(torch.int8).view(-1, width).copy_(steps)
             scales.append(scale)
+        codes.add_(self._levels)  # of bytes, as two's complement has it
         return torch.cat([*map(as_bytes, scales), pack(codes, self.bits)])
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
@@ -167,10 +170,12 @@ class Integers(Checked):
         scales = as_numbers(encoded[: n_scales * kind.itemsize], kind)
         codes = unpack(encoded[n_scales * kind.itemsize :], n, self.bits)
         for part, width in _slabs(n, self.chunk):
-            steps = codes[part].view(-1, width).to(kind).sub_(self._levels)
-            first = part.start // self.chunk
+            rows, first = flat[part].view(-1, width), part.start // self.chunk
+            steps = rows if rows.dtype == kind else torch.empty_like(rows, dtype=kind)
+            steps.copy_(codes[part].view(-1, width)).sub_(self._levels)
             steps.mul_(scales[first : first + len(steps), None])
-            flat[part].view(-1, width).copy_(steps)
+            if steps is not rows:
+                rows.copy_(steps)
 
 
 @dataclass(frozen=True)
