@@ -185,6 +185,7 @@ def _start(name: str, host: int, job: dict[str, Any]) -> subprocess.Popen[bytes]
 
 
 def main(arguments: Sequence[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is started is ended then, too
     given = options(arguments, KNOWN)
     listed = {
         "hosts": "2x1,2x2",

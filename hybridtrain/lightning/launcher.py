@@ -171,6 +171,7 @@ class HybridLauncher(Launcher):
                 Watchdog(strategy.patience),
                 places_of(strategy),
                 strategy.stop_grace_s,
+                strategy.data_options["host_sums"] and len(strategy.numbers_here) > 1,
             )
             with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
                 job.loggers = logger_states(trainer) if way.start_method == "fork" else []

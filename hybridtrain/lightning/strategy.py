@@ -119,6 +119,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             while it runs; ``None``: with all.
         hosts_key: a file with the key by which the hosts of a run over several know each other,
             made by ``python -m hybridtrain key FILE``; torchrun hands one over without it.
+        host_sums: each further host hands over the mean of its workers' gradients in place of one
+            row for each: fewer bytes, other rounding.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
         checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
 

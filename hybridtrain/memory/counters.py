@@ -9,7 +9,7 @@ together.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 _SHIFT = 40  # bits of the count: 2**40 elements
@@ -34,11 +34,16 @@ class UpdateProgress:
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
+        self._listeners: list[Callable[[int], object]] = []
 
     @property
     def watched(self) -> bool:
-        """Whether a worker reads the progress; otherwise none is written."""
-        return bool(self._words[_WATCHED])
+        """Whether a worker reads the progress, or the server listens; else none is written."""
+        return bool(self._words[_WATCHED] or self._listeners)
+
+    def listen(self, listener: Callable[[int], object]) -> None:
+        """By the server: call this with the elements that are stepped, from 0; in any thread."""
+        self._listeners.append(listener)
 
     def watch(self) -> None:
         """By a worker: request the progress."""
@@ -46,12 +51,22 @@ class UpdateProgress:
 
     def begin(self) -> None:
         """Begin the next update."""
+        self.undone()
+        self._tell(0)
+
+    def undone(self) -> None:
+        """The current update was undone: workers forget what they have copied of it."""
         number = (self.read().number + 1) % _NUMBERS
         self._words[_WORD] = number << _SHIFT
 
     def reach(self, elements: int) -> None:
         """The first ``elements`` are stepped."""
         self._words[_WORD] = self.read().number << _SHIFT | elements
+        self._tell(elements)
+
+    def _tell(self, elements: int) -> None:
+        for listener in self._listeners:
+            listener(elements)
 
     def read(self) -> Reached:
         """The last progress written."""

@@ -46,9 +46,11 @@ class DirtyRows:
         self._lacks: dict[int, list[list[Rows] | None]] = {}  # slot -> worker; None: all rows
         self._tables: dict[int, list[Table]] = {}  # slot -> the master's, then each copy's
         self._rest: list[tuple[torch.dtype, slice]] | None = None  # parts not copied by rows
+        self.n_changes = 0  # of the masters
 
     def note(self, numbers: Iterable[int], moved: Mapping[int, Rows]) -> None:
         """Record an update of these parameters; of some it has ``moved`` only these rows."""
+        self.n_changes += 1
         if not moved and not self._lacks:
             return
         for number in moved.keys() - self._lacks.keys():
@@ -62,6 +64,7 @@ class DirtyRows:
 
     def all_of(self, numbers: Iterable[int]) -> None:
         """Record that these parameters have changed as a whole."""
+        self.n_changes += 1
         for number in self._lacks.keys() & set(numbers):
             self._add(number, None)
 
@@ -279,6 +282,11 @@ class Store:
         """The whole pages of the arena, in bytes, that hold the masters."""
         return self._region("masters", 0)
 
+    def stepped_masters(self, elements: int) -> tuple[int, int]:
+        """The bytes of the arena that hold the first ``elements`` of the float32 masters."""
+        start = self._starts["masters", torch.float32, 0]
+        return start, start + elements * torch.float32.itemsize
+
     def region_of_state(self) -> tuple[int, int]:
         """The bytes of the arena that hold both places of the state that worker 0 shares."""
         return self._state, self._words
@@ -306,6 +314,14 @@ class Store:
             else:
                 spans.append((first, first + n_bytes))
         return spans
+
+    def span_of_row(
+        self, worker: int, dtype: torch.dtype, start: int, stop: int
+    ) -> tuple[int, int]:
+        """The bytes of the arena that hold these elements of the worker's row."""
+        first = self._starts["gradients", dtype, worker]
+        size = self._stored("gradients", worker, dtype).itemsize
+        return first + start * size, first + stop * size
 
     def _used(self, packed: Packed) -> tuple[int, ...]:
         """The shape of what lies at the place of a sparse gradient."""

@@ -81,6 +81,7 @@ class StrategyArguments(LightningArguments, SchemeArguments, total=False):
     faults: Sequence[Any] | None
     min_hosts: Workers | None
     hosts_key: str | None
+    host_sums: bool
     checkpoint: Literal["blocking", "background"]
 
 
@@ -109,6 +110,7 @@ DEFAULTS = StrategyArguments(
     faults=(),
     min_hosts=None,
     hosts_key=None,
+    host_sums=False,
     record=None,
     checkpoint="blocking",
 )

@@ -6,9 +6,11 @@ In the past tense, as the facts that the server derives from them for its policy
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from hybridtrain.protocol.messages import Note, Request
+from hybridtrain.protocol.messages import Note, Push, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +70,42 @@ class BrokenOff:
     """The time to stop is over: workers no longer wait for one another."""
 
 
-Event = Received | Completed | Removed | Restarted | Admitted | Looked | TimerExpired | BrokenOff
+class NotArrived(BaseException):
+    """A row of a contribution will not arrive."""
+
+
+class Arrivals(Protocol):
+    """Rows that are on their way, each from its beginning to its end."""
+
+    def wait(self, element: int) -> None:
+        """Wait until all rows are here up to this element; by any thread.
+
+        Raises:
+            NotArrived: if one will not come, or after ``give_up``.
+        """
+        ...
+
+    def give_up(self) -> None:
+        """End all waiting."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Pushes that will be received, by worker, when their rows have arrived from other hosts."""
+
+    pushes: Mapping[int, Push]
+    arrivals: Arrivals
+
+
+Event = (
+    Received
+    | Completed
+    | Removed
+    | Restarted
+    | Admitted
+    | Looked
+    | TimerExpired
+    | BrokenOff
+    | Announced
+)

@@ -66,13 +66,15 @@ class Row:
     ``absent``: numbers of the parameters without a gradient; their places hold zeros or nothing.
     ``packed``: the sparse gradients. ``encoded``: so many bytes at the front of the row stand for
     all others, as their codec writes them. ``averaged``: the gradient is already the mean of all
-    workers, so one row stands for all.
+    workers, so one row stands for all. ``within``: the row of this worker holds the gradient, in
+    the weighted mean of all that are within it.
     """
 
     absent: tuple[int, ...] = ()
     packed: tuple[Packed, ...] = ()
     encoded: int | None = None
     averaged: bool = False
+    within: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

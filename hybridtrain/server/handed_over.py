@@ -29,7 +29,8 @@ class HandedOver:
     def take(self, worker: int, push: Push, store: Store | None, optimizers: Optimizers) -> None:
         """Count a push, and decode its row in place if it is encoded."""
         own = isinstance(push, OWN_STEPS)
-        if store is None or push.weight <= 0 or (own and store.lock_free):
+        elsewhere = push.row.within not in (None, worker)
+        if store is None or push.weight <= 0 or (own and store.lock_free) or elsewhere:
             return
         members = optimizers.members(worker, push)
         known = self._whole.get(push.optimizer)

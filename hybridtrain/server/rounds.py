@@ -14,6 +14,7 @@ from hybridtrain.exchanges.exchange import MergeRule
 from hybridtrain.memory import Store
 from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.policies import Policy
+from hybridtrain.protocol.events import Announced, Event
 from hybridtrain.protocol.facts import (
     Accumulate,
     Apply,
@@ -42,6 +43,7 @@ from hybridtrain.protocol.messages import (
 )
 from hybridtrain.protocol.spans import total
 from hybridtrain.server.batch_queue import BatchQueue
+from hybridtrain.server.early_step import EarlyStep
 from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
 from hybridtrain.server.refusals import objection, too_early
@@ -90,6 +92,7 @@ class Rounds:
         self._held: list[tuple[int, int, tuple[DrawnBatch, ...]]] = []  # worker, age, mini-batches
         self._outcome: dict[int, Stepped] = {}  # of the pushes of waiting workers
         self.last: int | None = None  # the version after which no update is made
+        self._early: EarlyStep | None = None
         for worker in sorted(workers):
             if self.join(worker):
                 raise UserError(too_early(policy, worker))
@@ -165,6 +168,37 @@ class Rounds:
         last = self.requirements.drops_late and final
         now_s, empty = self._statistics.clock(), push.weight <= 0
         return freed + self._obey(Pushed(worker, now_s, push.loss, last, empty))
+
+    # ---- an update that begins while rows arrive from other hosts -------------------------------
+
+    def foresee(self, coming: Announced, members: set[int]) -> None:
+        """Begin the next update if these pushes are all that it lacks."""
+        pushes = dict(sorted({**self.pushed, **coming.pushes}.items()))
+        fits = self.requirements.everyone and not (self.broken or self._over or self._averages)
+        known = self._early is not None or pushes.keys() != members
+        if fits and not known and self.optimizers.can_begin(list(pushes.values())):
+            received = frozenset(self.pushed)
+            self._early = EarlyStep(self.optimizers, pushes, coming.arrivals, received)
+
+    def expect(self, event: Event) -> None:
+        """Before each event: undo what was begun early, unless this is a push of it."""
+        if self._early is not None and not self._early.expects(event):
+            self.drop_early()
+
+    def conclude(self) -> None:
+        """After each event: undo what was begun early if all its pushes are here, and unused."""
+        if self._early is not None and self._early.is_due:
+            self.drop_early()
+
+    def drop_early(self) -> None:
+        """Undo what was begun early."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.drop()
+
+    def _begun(self, pushes: Mapping[int, Push]) -> Stepped | None:
+        early, self._early = self._early, None
+        return None if early is None else early.take(pushes)
 
     def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
         """Request the mean of all gradients; ``anew``: after a restart, perhaps again."""
@@ -327,7 +361,7 @@ class Rounds:
         """Step each optimizer with its pushes; returns the workers whose contributions count."""
         counted: list[int] = []
         for number, own in _by_optimizer(pushes, self.optimizers.holding).items():
-            stepped = self.optimizers.step(own, number)
+            stepped = self._begun(own) or self.optimizers.step(own, number)
             self._outcome.update(dict.fromkeys(own, stepped))
             counted += stepped.workers
         return counted

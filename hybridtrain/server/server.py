@@ -27,6 +27,7 @@ from hybridtrain.memory import Store
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.events import (
     Admitted,
+    Announced,
     BrokenOff,
     Completed,
     Event,
@@ -169,13 +170,20 @@ class Server:
     def on(self, event: Event) -> Replies:
         """Take an event; returns the replies that follow, each with its worker."""
         workers = self.workers_updates
+        if isinstance(event, Announced):
+            if not (self._stopped or self.membership.joining or self.membership.missing):
+                self._rounds.foresee(event, self._members)
+            return []
+        self._rounds.expect(event)
         if isinstance(event, Removed | BrokenOff):
             workers.take_over()
         elif isinstance(event, Looked):
             workers.free()
         workers.look()
         if not workers.one_by_one:
-            return self._with_calls(self._on(event))
+            replies = self._with_calls(self._on(event))
+            self._rounds.conclude()
+            return replies
         with workers.stopped(self.optimizers):
             return self._with_calls(self._on(event))
 
@@ -461,6 +469,7 @@ class Server:
 
     def close(self) -> None:
         """End the threads of the update."""
+        self._rounds.drop_early()
         self._rounds.optimizers.close()
         self._pool.close()
 

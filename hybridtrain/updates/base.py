@@ -11,6 +11,7 @@ import torch
 
 from hybridtrain.exchanges.exchange import MergeRule
 from hybridtrain.memory import Packed, Rows
+from hybridtrain.protocol.events import Arrivals
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.groups import Groups, Members
 
@@ -69,12 +70,16 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Input of one step; ``rate``: factor of its learning rates."""
+    """Input of one step; ``rate``: factor of its learning rates.
+
+    ``arrivals``: of rows that are not complete yet; the step may have to be undone.
+    """
 
     contributions: Sequence[Contribution]
     clip: Clip | None = None
     evaluation: Evaluation = Evaluation()
     rate: float = 1.0
+    arrivals: Arrivals | None = None
 
 
 class Update(Protocol):
@@ -86,7 +91,8 @@ class Update(Protocol):
     gradient are stepped later, at the latest in :meth:`settle`; ``wants_staleness``: contributions
     must carry it; ``sums``: contributions are added, not averaged; ``merge``: the
     user's rule, which gets contributions apart; ``trial``: by slot number, where workers are to
-    evaluate the loss next, if not at the masters.
+    evaluate the loss next, if not at the masters; ``can_undo``: takes rows that are still
+    arriving.
     """
 
     name: str
@@ -99,6 +105,7 @@ class Update(Protocol):
     sums: bool = False
     merge: MergeRule | None = None
     trial: Mapping[int, torch.Tensor] = MappingProxyType({})
+    can_undo: bool = False
 
     def read(self, worker: int) -> None:
         """The worker reads the masters now, and computes its next gradient there."""
@@ -111,6 +118,10 @@ class Update(Protocol):
     def step(self, given: StepInput) -> Again | None:
         """Merge the rows, clip the result, step the masters; or ask for one more evaluation."""
         ...
+
+    def undo(self) -> None:
+        """Undo the last step, whose input had ``arrivals``; called only with ``can_undo``."""
+        return
 
     def set_groups(self, groups: Groups) -> None:
         """Set the hyper-parameters that have changed, group by group."""

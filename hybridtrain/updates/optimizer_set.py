@@ -14,6 +14,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.memory.arena import SharedState
 from hybridtrain.memory.scratch_file import fill
+from hybridtrain.protocol.events import Arrivals
 from hybridtrain.protocol.messages import (
     OWN_STEPS,
     Changes,
@@ -135,7 +136,26 @@ class Optimizers:
 
     # ---- one round ------------------------------------------------------------------------------
 
-    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
+    def can_begin(self, pushes: Sequence[Push]) -> bool:
+        """Whether a step of these may begin before their rows are complete: it can be undone."""
+        number = pushes[0].optimizer
+        update = self._updates[number] if 0 <= number < len(self._updates) else None
+        if update is None or not update.can_undo or self._held or self.late.active:
+            return False
+        return all(push.optimizer == number and _is_plain(push) for push in pushes)
+
+    def undo(self, number: int) -> None:
+        """Undo the optimizer's last step, which was begun early."""
+        self._updates[number].undo()
+        if self._place is not None:
+            self._place[0].moves.all_of(())
+
+    def step(
+        self,
+        pushes: Mapping[int, Push],
+        number: int | None = None,
+        arrivals: Arrivals | None = None,
+    ) -> Stepped:
         """Step one optimizer with these pushes and its accumulated gradients.
 
         Pushes of weight 0 have no share, but their changes of hyper-parameters and groups are
@@ -161,7 +181,8 @@ class Optimizers:
             if self._place is not None:
                 update = self._updates[number] = for_sparse(update, contributions, *self._place)
             with self.late.watch(contributions, update.members):
-                given = StepInput(contributions, clip, evaluation_of(counted, held), rate)
+                evaluation = evaluation_of(counted, held)
+                given = StepInput(contributions, clip, evaluation, rate, arrivals)
                 again = update.step(given)
             if self._place is not None:  # for workers with their own copies
                 self._place[0].moves.note(numbers_of(update.members), update.moved)
@@ -226,6 +247,12 @@ class Optimizers:
         """
         plain = not update.wants_staleness and not update.sums
         usual = held is None and not self.late.active and plain
+        apart = not usual or update.merge is not None
+        if apart and any(push.row.within is not None for push in pushes.values()):
+            raise UserError(
+                f"host_sums was given, but {update.name} needs the gradient of each worker; leave "
+                "it out"
+            )
         if usual and all(map(is_usual, pushes.values())):
             return self._usual_contributions(pushes, update), 1.0
         made = {w: self._contribution(w, push, update) for w, push in pushes.items()}
@@ -248,10 +275,12 @@ class Optimizers:
         self, pushes: Mapping[int, Push], update: Update
     ) -> list[Contribution]:
         """Contributions of plain gradients; reused from the last round if all weights are equal."""
-        weights = {worker: push.weight for worker, push in pushes.items()}
+        weights = dict.fromkeys(_rows_of(pushes), 0.0)
+        for worker, push in pushes.items():
+            weights[worker if push.row.within is None else push.row.within] += push.weight
         if (update, weights) != self._usual[:2]:
             total = sum(weights.values())
-            made = [(w, self._contribution(w, push, update)) for w, push in pushes.items()]
+            made = [(w, self._contribution(w, pushes[w], update)) for w in weights]
             shared = [replace(each, share=weights[w] / total) for w, each in made]
             self._usual = (update, weights, shared if total else [])
         return self._usual[2]
@@ -305,6 +334,20 @@ class Optimizers:
 def is_usual(push: Push) -> bool:
     """Whether the worker's row holds a whole dense gradient, weighted by the push."""
     return not (push.row.absent or push.row.packed or push.row.averaged)
+
+
+def _is_plain(push: Push) -> bool:
+    """Whether the push brings a whole gradient and nothing that cannot be undone."""
+    changes, clip = push.changes, _clip_of(push)
+    said = push.writes or changes.members is not None or changes.state is not None
+    by_norm = clip is not None and clip.algorithm != "value"
+    whole = isinstance(push, GradientPush) and is_usual(push) and push.row.encoded is None
+    return whole and push.weight > 0 and not (said or by_norm or _vetoes(push))
+
+
+def _rows_of(pushes: Mapping[int, Push]) -> list[int]:
+    """The workers whose rows hold all of these."""
+    return [worker for worker, push in pushes.items() if push.row.within in (None, worker)]
 
 
 def _vetoes(push: Push) -> bool:

@@ -138,6 +138,23 @@ def _check_hosts(strategy: HybridStrategy) -> None:
             why = "workers that wait for each other begin together; use strategy=async or ssp"
         raise UserError(f"min_hosts={least} was given, but {why}; or leave it out")
     check_key_is_reachable(place, strategy.data_options["hosts_key"])
+    if strategy.data_options["host_sums"]:
+        _check_sums(strategy)
+
+
+def _check_sums(strategy: HybridStrategy) -> None:
+    options = strategy.data_options
+    if not strategy.requirements.everyone or codec_of(strategy.exchange) is not None:
+        reason = (
+            "only whole gradients of all workers in lock-step can be added; use strategy=hybrid"
+        )
+    elif options["on_failure"] == "continue":
+        reason = "a lost worker's gradient cannot be taken out of a sum; use on_failure=restart"
+    elif options["record"] is not None:
+        reason = "a record needs the gradient of each worker; give record=null"
+    else:
+        return
+    raise UserError(f"host_sums was given, but {reason}, or leave host_sums out")
 
 
 def _check_interval(trainer: Any) -> None:

@@ -30,6 +30,7 @@ from hybridtrain.memory import Store
 from hybridtrain.memory.arena import align
 from hybridtrain.memory.counters import ChunkProgress
 from hybridtrain.memory.limits import available_bytes
+from hybridtrain.protocol.events import Arrivals, NotArrived
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.base import Saved, StepInput, Update, clip_factor
 from hybridtrain.updates.flat.chunks import (
@@ -46,6 +47,7 @@ from hybridtrain.updates.flat.chunks import (
     scalar,
     total,
 )
+from hybridtrain.updates.flat.undo import Undo
 from hybridtrain.updates.groups import Groups, members_of, plain, slowed
 from hybridtrain.updates.kernels import Figures, Kernel, StepChunk, scalar_dtype
 from hybridtrain.updates.thread_pool import Pool
@@ -116,7 +118,7 @@ class FlatUpdate(Update):
         pool: Pool,
         kernel: Kernel,
     ) -> None:
-        self.name = type(optimizer).__name__
+        self.name, self.can_undo = type(optimizer).__name__, True
         self.members = members_of(optimizer, numbers)
         self._optimizer = optimizer  # its own state is that of parameters that have left it
         self._store, self._pool, self._numbers = store, pool, tuple(numbers)
@@ -129,6 +131,7 @@ class FlatUpdate(Update):
         self._pieces: dict[int, list[NormPiece]] = {}  # by id of a plan, made for its first norm
         self._scratch: list[dict[int, tuple[torch.Tensor, ...]]] = [{} for _ in range(pool.size)]
         self.flats: dict[str, torch.Tensor] = {}  # (P,) each
+        self._undo: Undo | None = None
         self._make_flats()
         self.count_groups = StepCountGroups(self._taken_over(optimizer))
 
@@ -181,13 +184,49 @@ class FlatUpdate(Update):
             return
         mean = _Mean([c.worker for c in contributions], [c.share for c in contributions])
         transform = self._clipping(plan, mean, given.clip)
+        keep = None if given.arrivals is None else self._keeping(plan)
         with slowed(self._groups, given.rate) if given.rate != 1.0 else nullcontext():
             steps = [self._begin(count_group) for count_group in plan.count_groups]
         watched = self._store.progress.watched
         told = ChunkProgress(self._store.progress, plan.stops) if watched else None
         work = partial(self._step_chunk, mean, transform, steps, told)
+        if keep is not None and given.arrivals is not None:
+            self._step_early(plan, given.arrivals, keep, work)
+            return
         # The last chunks of the norm are still in the cache.
         self._map(plan, work, plan.backwards if transform and not watched else plan.chunks)
+
+    def _keeping(self, plan: ChunkPlan) -> Undo:
+        if self._undo is None:
+            size = self._store.layout.sizes[torch.float32]
+            try:
+                self._undo = Undo(private(1 + len(self.flats), size, torch.float32))
+            except UserError as error:  # not enough memory: begin when all rows are here
+                self.can_undo = False
+                raise NotArrived from error
+        self._undo.begin(plan.count_groups)
+        return self._undo
+
+    def _step_early(
+        self, plan: ChunkPlan, arrivals: Arrivals, kept: Undo, work: Callable[[int, Chunk], None]
+    ) -> None:
+        """Step each chunk when its rows are here."""
+
+        def step(lane: int, chunk: Chunk) -> None:
+            arrivals.wait(chunk.start + chunk.size)
+            kept.keep(chunk)
+            work(lane, chunk)
+
+        try:
+            self._map(plan, step, plan.chunks)
+        except NotArrived:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        assert self._undo is not None, "only early steps are undone"
+        self._undo.undo()
+        self._store.progress.undone()
 
     def _map(self, plan: ChunkPlan, work: Callable[[int, T], R], tasks: list[T]) -> list[R]:
         """On one thread if small: waking another takes as long as some ten thousand elements."""
@@ -311,6 +350,7 @@ class FlatUpdate(Update):
             own.update(new)
         if before != [self._kernel.names(group) for group in self._groups]:
             self._make_flats()  # for example momentum, which was 0 before
+            self._undo = None
             self._forget_plans()
 
     def state(self) -> Saved:

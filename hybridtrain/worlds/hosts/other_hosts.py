@@ -15,10 +15,14 @@ from dataclasses import dataclass, field
 from selectors import EVENT_READ, BaseSelector
 from typing import Any
 
+import torch
+
 from hybridtrain.memory import Store
 from hybridtrain.monitoring.watchdog import to_stderr
-from hybridtrain.protocol.messages import Averaged, Gathered, Reply, Shared
+from hybridtrain.protocol.events import Announced, NotArrived
+from hybridtrain.protocol.messages import Averaged, Gathered, Push, Reply, Shared
 from hybridtrain.server.server import Server
+from hybridtrain.worlds.hosts import transport
 from hybridtrain.worlds.hosts.connection import HostConnection, HostLost
 from hybridtrain.worlds.hosts.orders import (
     Begun,
@@ -93,12 +97,14 @@ class OtherHost:
         self._fresh = self._begun = False  # the relay is to begin this run; it has
         self._replies: list[tuple[int, Reply]] = []
         self._spans: list[Span] = []
+        self._masters: _Masters | None = None
 
     def take(self, connection: HostConnection) -> None:
         """The host is there, for the first time or again."""
         self.connection, self.lost = connection, ""
         self.name = f"host {self.number} ({connection.about.get('name', 'no name')})"
         self._fresh, self._begun, self._replies, self._spans = True, False, [], []
+        self._masters = None  # it has none yet
 
     # ---- the beginning --------------------------------------------------------------------------
 
@@ -106,7 +112,7 @@ class OtherHost:
         """A new run begins, with this server."""
         self._server, self._fresh, self._begun = server, True, False
         self.workers = {each: RemoteWorker(each, self, gone=True) for each in self.numbers}
-        self._replies, self._spans = [], []
+        self._replies, self._spans, self._masters = [], [], None
 
     def start(
         self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
@@ -161,6 +167,23 @@ class OtherHost:
             worker.end = Ended(worker.number, text)
             yield worker.number, True
 
+    def coming(self) -> Iterator[tuple[int, Push, int, int]]:
+        """Pushes whose rows are arriving: worker, push, where the row is in the stream of rows."""
+        store = None if self._server is None else self._server.store
+        if self.lost or store is None or self._masters is None:
+            return
+        for message, end in self.connection.announced():
+            push = message.message if isinstance(message, FromWorker) else None
+            if isinstance(push, Push):
+                number, row = message.number, push.row
+                if row.within not in (None, number):  # the other row is awaited
+                    yield number, push, 0, 0
+                    continue
+                spans = store.spans_of(number, row.absent, row.packed, row.encoded)
+                n_bytes = sum(stop - start for start, stop in spans)
+                if len(spans) == 1 and n_bytes >= transport.FAR_BYTES:
+                    yield number, push, end - n_bytes, end
+
     def tell(self, order: Any) -> None:
         """Send an order to the relay."""
         if not self.lost:
@@ -173,6 +196,8 @@ class OtherHost:
         if (store := server.store) is not None:
             if isinstance(reply, Shared):
                 self.connection.attach(store.arena.memory, written_by(store, self.numbers))
+                if self._masters is None and not store.private_parameters:
+                    self._masters = _Masters(self.connection, store)
             else:
                 self._spans += _spans_behind(reply, number, store, server.training)
         self._replies.append((number, reply))
@@ -180,7 +205,9 @@ class OtherHost:
     def flush(self) -> None:
         """Send the replies of this turn."""
         if self._replies and not self.lost:
-            spans = tuple(dict.fromkeys(self._spans))
+            spans = list(dict.fromkeys(self._spans))
+            if self._masters is not None:
+                spans = self._masters.lacking(spans)
             self.connection.send(Deliver(tuple(self._replies)), spans)
         self._replies, self._spans = [], []
 
@@ -190,6 +217,66 @@ class OtherHost:
         if self._selector is not None:
             self._selector.unregister(self.connection)
             self._selector = None
+
+
+class _Arrivals:
+    """Rows that are arriving.
+
+    Args:
+        rows: connection, first byte and end in its stream of rows.
+        item: bytes of an element.
+    """
+
+    def __init__(self, rows: Sequence[tuple[HostConnection, int, int]], item: int) -> None:
+        self._rows, self._item, self._over = rows, item, False
+
+    def wait(self, element: int) -> None:
+        for connection, start, end in self._rows:
+            until = min(start + element * self._item, end)
+            if not connection.wait_for_rows(until, lambda: self._over):
+                raise NotArrived
+
+    def give_up(self) -> None:
+        self._over = True
+
+
+class _Masters:
+    """The masters that a host has. Some are sent while an update steps those behind them.
+
+    The host's workers read none before the reply that counts on them.
+    """
+
+    def __init__(self, connection: HostConnection, store: Store) -> None:
+        self._connection, self._store = connection, store
+        self._sent = 0  # bytes of the arena, of the update that began at so many changes
+        self._began: int | None = None
+        self._has: int | None = None  # the masters after so many changes
+        store.progress.listen(self._stepped)
+
+    def _stepped(self, elements: int) -> None:
+        """By a thread of the update: so many elements are as they will be."""
+        start, end = self._store.stepped_masters(elements)
+        if not elements:
+            self._sent, self._began = start, self._store.moves.n_changes
+        elif end - self._sent >= transport.FRAME_BYTES:
+            self._connection.send_rows([(self._sent, end)])
+            self._sent = end
+
+    def lacking(self, spans: Sequence[Span]) -> list[Span]:
+        """The spans, less what the host has; all masters if it has some that were undone."""
+        whole, now = self._store.region_of_masters(), self._store.moves.n_changes
+        others = [span for span in spans if span != whole]
+        began, undone = self._began, self._began not in (None, now - 1)
+        if len(others) == len(spans) and not undone:
+            return others
+        self._began = None
+        if undone or began is None:
+            known, self._has = self._has, None if undone else self._has
+            return others if known == now else [*others, whole]
+        self._has = now
+        start, _ = self._store.stepped_masters(0)
+        pieces = [(whole[0], start), (self._sent, whole[1])]
+        return [*others, *((first, end) for first, end in pieces if first < end)]
 
 
 def written_by(store: Store, workers: Sequence[int]) -> list[Span]:
@@ -283,6 +370,7 @@ class Hosts:
         self._signals: list[int] = []
         self._arrivals = arrivals
         self._waiting: dict[int, HostConnection] = {}  # whose place is taken
+        self._server: Server | None = None
         self._hosts = [
             OtherHost(host, range(host * n_here, (host + 1) * n_here), self._signals.append)
             for host in range(1, n_hosts)
@@ -292,6 +380,7 @@ class Hosts:
 
     def beside(self, here: WorkerStarter, server: Server) -> HostStarter:
         """A starter of the workers of all hosts, for one run."""
+        self._server = server
         for host in self._hosts:
             host.begin(server)
         return HostStarter(here, self._hosts)
@@ -307,6 +396,17 @@ class Hosts:
         taken = list(self._signals)
         self._signals.clear()
         return taken
+
+    def arriving(self) -> Announced | None:
+        """Pushes whose rows are arriving, if there are any."""
+        found = [(host, *each) for host in self._hosts for each in host.coming()]
+        server = self._server
+        if found and server is not None and server.store is not None:
+            item = server.store.layout.travels_as(torch.float32).itemsize
+            rows = [(host.connection, start, end) for host, _, _, start, end in found]
+            coming = {number: push for _, number, push, _, _ in found}
+            return Announced(coming, _Arrivals(rows, item))
+        return None
 
     def flush(self) -> None:
         """Send what has been queued."""

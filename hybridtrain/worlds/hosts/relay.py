@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import Any
 
@@ -26,6 +26,7 @@ from hybridtrain.protocol.messages import (
     NOTES,
     OWN_STEPS,
     Average,
+    GradientPush,
     Push,
     Reply,
     Row,
@@ -34,6 +35,8 @@ from hybridtrain.protocol.messages import (
     Snapshot,
 )
 from hybridtrain.server.shared_parameters import made_store
+from hybridtrain.updates.flat.chunks import merge
+from hybridtrain.updates.optimizer_set import is_usual
 from hybridtrain.worlds.hosts.connection import HostConnection, HostLost
 from hybridtrain.worlds.hosts.orders import (
     Begun,
@@ -52,6 +55,7 @@ from hybridtrain.worlds.local.signals import caught_signals
 from hybridtrain.worlds.local.start_workers import Bodies, WorkerProcess, WorkerStarter
 
 _POLL_S = 1.0
+_PIECE = 1 << 18  # elements
 
 
 class ServerLost(RuntimeError):
@@ -72,6 +76,7 @@ class Relay:
         watchdog: finds workers that hang.
         places: the device of each worker, in words.
         grace_s: how long workers may take to stop, after a signal that nobody answers.
+        sums: hand over the mean of this host's gradients in place of each.
     """
 
     connection: HostConnection
@@ -83,12 +88,14 @@ class Relay:
     watchdog: Watchdog = field(default_factory=Watchdog)
     places: Sequence[str] = ()
     grace_s: float = 30.0
+    sums: bool = False
     _signals: list[int] = field(default_factory=list)
     _share: Share | None = None  # of this host's workers
     _store: Store | None = None
     _over: Over | None = None
     _signalled_s: float | None = None
     _look_at_s: float = 0.0  # time of the next look at the cores
+    _held: dict[int, GradientPush] = field(default_factory=dict)  # until all have pushed
     _tags: tuple[int, ...] = ()  # of the state that worker 0 shares, as last sent or received
 
     def run(self, bodies: Bodies) -> Over:
@@ -169,15 +176,18 @@ class Relay:
     def _listen(self, worker: WorkerProcess) -> None:
         for message in worker.messages():
             worker.heard += 1
+            if isinstance(message, Share):
+                self._share = message
+            elif isinstance(message, Snapshot):
+                message = Snapshot(message.refresh)  # a file of this host is none of the server's
+            if not isinstance(message, NOTES):
+                worker.request = message
+                if self._hold(worker, message):
+                    continue
+                self._hand_over()
             self._forward(worker, message)
 
     def _forward(self, worker: WorkerProcess, message: Any) -> None:
-        if isinstance(message, Share):
-            self._share = message
-        elif isinstance(message, Snapshot):
-            message = Snapshot(message.refresh)  # a file of this host is none of the server's
-        if not isinstance(message, NOTES):
-            worker.request = message
         self.connection.send(FromWorker(worker.number, message), self._behind(worker, message))
 
     def _behind(self, worker: WorkerProcess, message: Any) -> list[Span]:
@@ -185,7 +195,7 @@ class Relay:
         store = self._store
         match message:
             case Push(weight=weight, row=row) if weight > 0 and not isinstance(message, OWN_STEPS):
-                return self._content(worker, row, store) + self._state(store)
+                return self._state(store) + self._content(worker, row, store)
             case Push():
                 return self._state(store)
             case Average(row=row):
@@ -204,14 +214,57 @@ class Relay:
         self._tags = tags
         return [store.region_of_state()]
 
+    # ---- one row for all workers of this host ---------------------------------------------------
+
+    def _hold(self, worker: WorkerProcess, message: Any) -> bool:
+        """Keep the push until all workers have pushed, if their gradients can be added."""
+        others = self._held.values()
+        if not (self.sums and can_be_added(message, self._store)) or any(
+            (other.optimizer, other.clip) != (message.optimizer, message.clip) for other in others
+        ):
+            return False
+        self._held[worker.number] = message
+        if len(self._held) == len(self.numbers):
+            self._hand_over_sum()
+        elif all(each.asked for each in running(self._starter.workers)):
+            self._hand_over()  # others have pushed before: a worker was restarted
+        return True
+
+    def _hand_over(self) -> None:
+        """Forward what was kept, as it is."""
+        held, self._held = self._held, {}
+        for number, push in held.items():
+            self._forward(self._process(number), push)
+
+    def _hand_over_sum(self) -> None:
+        """Send the mean of the rows, weighted by samples, in the place of the first."""
+        store, held = self._store, dict(sorted(self._held.items()))
+        self._held = {}
+        assert store is not None, "parameters are shared before anything is pushed"
+        first, total = next(iter(held)), sum(push.weight for push in held.values())
+        shares = [push.weight / total for push in held.values()]
+        self.connection.send_rows(self._state(store))
+        for dtype, size in store.layout.sizes.items():
+            rows = [store.gradients[number][dtype] for number in held]
+            for start in range(0, size, _PIECE):
+                stop = min(start + _PIECE, size)
+                parts = [row[start:stop] for row in rows]
+                merge(parts, shares, parts[0])
+                self.connection.send_rows([store.span_of_row(first, dtype, start, stop)])
+        for number, push in held.items():
+            push = replace(push, row=replace(push.row, within=first))
+            self.connection.send(FromWorker(number, push))
+
     def _reap(self, worker: WorkerProcess) -> None:
         self._listen(worker)  # its last messages
+        self._hand_over()
         worker.bury()
         self.connection.send(Ended(worker.number, worker.obituary(), worker.aftermath()))
 
     # ---- from the server to workers -------------------------------------------------------------
 
     def _obey(self, order: Any, selector: BaseSelector) -> None:
+        self._hand_over()
         match order:
             case StartWorkers():
                 self._start(order, selector)
@@ -257,6 +310,16 @@ class Relay:
         store = made_store(layout, self.n_workers, self.requirements, averaging, here=self.numbers)
         self.connection.attach(store.arena.memory, written_for(store, self.numbers))
         return store
+
+
+def can_be_added(message: Any, store: Store | None) -> bool:
+    """Whether the message is a push whose row may be added to others'."""
+    if not isinstance(message, GradientPush) or store is None or not is_usual(message):
+        return False
+    layout = store.layout
+    narrowed = any(layout.travels_as(dtype) != dtype for dtype in layout.sizes)
+    encoded = message.row.encoded is not None
+    return message.weight > 0 and not (encoded or message.veto or message.writes or narrowed)
 
 
 def _tags_of(store: Store | None) -> tuple[int, ...]:

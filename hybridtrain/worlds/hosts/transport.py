@@ -31,7 +31,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from hybridtrain.worlds.hosts import sockets
 from hybridtrain.worlds.local.channel import pickled
@@ -42,10 +44,12 @@ SMALL, LARGE, GOODBYE, ALIVE = range(4)
 FRAME_BYTES = 1 << 20
 SMALL_BYTES = 1 << 11  # of a message that travels on the control connection
 IN_MESSAGE = 2**64 - 1  # the offset of a frame whose bytes belong to a message
+FAR_BYTES = 1 << 22  # of rows, for which it pays to prepare while they arrive
 _READ_BYTES = 1 << 16
 _DEATH = "its process has ended"
 SILENT_S = 60.0  # without a sign of life from the other side's loop: it is lost
 _GAP_S = 2.0  # this side's own pause is not held against the other
+_LOOK_S = 0.05
 _LAST_S = 1.0  # for what is still on its way when a connection ends
 
 
@@ -53,13 +57,19 @@ class HostLost(Exception):
     """The connection to another host is broken or was closed; the text says why."""
 
 
-class _Arriving(NamedTuple):
+@dataclass
+class _Arriving:
     """A message, until ``after`` bytes of rows have arrived; ``n_bytes`` of them are its own."""
 
     kind: int
     after: int
     n_bytes: int
     body: bytes
+
+    @cached_property
+    def content(self) -> Any:
+        """The message itself."""
+        return pickle.loads(self.body)
 
 
 class HostConnection:
@@ -91,7 +101,7 @@ class HostConnection:
         self._heard = bytearray()
         self._arriving: deque[_Arriving] = deque()
         self._parts: deque[bytearray] = deque()  # of large messages
-        self._arrived: list[bytes] = []
+        self._arrived: list[_Arriving] = []
         self._counts = {"sent": 0, "received": 0}
         self._lives, self._silent_s, self._looked_s = True, 0.0, time.monotonic()
         # How it ends: closed here, closed there, no more rows; and why: a stream failed, whose
@@ -137,17 +147,27 @@ class HostConnection:
         with self._changed:
             if self._closed or self._broken is not None:
                 return
-            for start, end in spans:
-                if self._memory is None or not 0 <= start <= end <= len(self._memory):
-                    raise ValueError(f"{start} to {end} is no part of the attached memory")
-            for start, end in spans:
-                assert self._memory is not None
-                self._queue(start, self._memory[start:end])
+            self._queue_rows(spans)
             if len(body) > SMALL_BYTES:
                 self._queue(IN_MESSAGE, memoryview(body))
                 self._say(LARGE, len(body))
             else:
                 self._say(SMALL, len(body), body)
+
+    def send_rows(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Send spans of the memory that a later message speaks of; may be called by any thread."""
+        with self._changed:
+            if not self._closed and self._broken is None:
+                self._queue_rows(spans)
+
+    def _queue_rows(self, spans: Sequence[tuple[int, int]]) -> None:
+        memory = self._memory
+        for start, end in spans:
+            if memory is None or not 0 <= start <= end <= len(memory):
+                raise ValueError(f"{start} to {end} is no part of the attached memory")
+        for start, end in spans:
+            assert memory is not None
+            self._queue(start, memory[start:end])
 
     def _queue(self, offset: int, content: memoryview) -> None:
         if content:
@@ -171,14 +191,14 @@ class HostConnection:
         with self._changed:
             if self._bell >= 0:
                 _silence(self._bell)
-            bodies, self._arrived = self._arrived, []
+            messages, self._arrived = self._arrived, []
             lost = self._lost
-            if lost is not None and bodies:
+            if lost is not None and messages:
                 self._ring()
-        if lost is not None and not bodies:
+        if lost is not None and not messages:
             raise HostLost(lost)
         try:
-            return [pickle.loads(body) for body in bodies]
+            return [each.content for each in messages]
         except Exception as error:
             self._break(f"a message cannot be read ({type(error).__name__}: {error})")
             raise HostLost(f"a message of host {self.host} cannot be read: {error}") from error
@@ -196,6 +216,31 @@ class HostConnection:
             self._lives, self._looked_s = False, now_s
         if self._silent_s >= SILENT_S:
             self._break(f"it has shown no sign of life for {SILENT_S:g} s: it is stopped, or hangs")
+
+    def announced(self) -> list[tuple[Any, int]]:
+        """Messages whose rows are still arriving: each with the bytes of rows up to its last one.
+
+        Large messages are left out. ``receive`` will return the same objects.
+        """
+        with self._changed:
+            waiting = [each for each in self._arriving if each.kind == SMALL]
+        try:
+            return [(each.content, each.after) for each in waiting]
+        except Exception:  # ``receive`` will break the connection
+            return []
+
+    def wait_for_rows(self, n_bytes: int, is_over: Callable[[], bool]) -> bool:
+        """Wait until so many bytes of rows have arrived in all; by any thread.
+
+        Returns:
+            False if they will not, or ``is_over``.
+        """
+        with self._changed:
+            while self._n_rows_arrived < n_bytes:
+                if self._broken is not None or self._no_rows or is_over():
+                    return False
+                self._changed.wait(_LOOK_S)
+        return True
 
     def stats(self) -> dict[str, int]:
         """Bytes ``sent`` and ``received``, of rows and messages."""
@@ -304,6 +349,8 @@ class HostConnection:
             while part := self._control.recv(_READ_BYTES):
                 self._heard += part
                 self._arriving += self._parsed()
+                if self._arriving and self._arriving[-1].after >= self._n_rows_arrived + FAR_BYTES:
+                    self._ring()  # ``announced`` has news
             return False
         return True
 
@@ -332,10 +379,10 @@ class HostConnection:
             if message.kind == GOODBYE:
                 self._dismissed = True
                 os.eventfd_write(self._wake, 1)
-            elif message.kind == LARGE:
-                self._arrived.append(self._large(message.n_bytes))
             else:
-                self._arrived.append(message.body)
+                if message.kind == LARGE:
+                    message.body = self._large(message.n_bytes)
+                self._arrived.append(message)
         if len(self._arrived) > before:
             self._ring()
 

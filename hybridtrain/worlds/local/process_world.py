@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from hybridtrain.monitoring.hang_detector import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, is_stopped, to_stderr
 from hybridtrain.protocol.events import (
+    Announced,
     BrokenOff,
     Completed,
     Event,
@@ -123,6 +124,10 @@ class OtherHosts(Protocol):
 
     def beside(self, here: WorkerStarter, server: Server) -> Starter:
         """A starter of the workers of all hosts."""
+        ...
+
+    def arriving(self) -> Announced | None:
+        """Pushes that will be received."""
         ...
 
     def flush(self) -> None:
@@ -299,6 +304,8 @@ class ProcessWorld:
         self._look()
         if self.others is not None:
             self.others.flush()
+            if (announced := self.others.arriving()) is not None:
+                self._on(announced)
 
     def _look(self) -> None:
         """Once a second, choose the server's core and check for standstill; check for hangs."""

@@ -92,17 +92,20 @@ def train(
     ckpt: Path | None = None,
     epochs: int = EPOCHS,
     saves: bool = False,
+    make: Callable[[], Net] = Net,
+    clips: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """What is left of a training."""
     pl.seed_everything(7, verbose=False)
-    module, strategy = Net(), HybridStrategy(policy, **options)
+    module, strategy = make(), HybridStrategy(policy, **options)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=devices,
         num_nodes=n_hosts,
         max_epochs=epochs,
+        gradient_clip_val=clips,
         callbacks=[make() for make in callbacks],
         logger=False,
         enable_checkpointing=False,

@@ -1,0 +1,206 @@
+"""Updates that begin while rows of other hosts are still arriving."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain.policies import FirstK, WaitForAll
+from hybridtrain.protocol.events import Announced, NotArrived, Received, Removed
+from hybridtrain.protocol.messages import Clip, Pull
+from tests.support.served import Served, push_of, refusals, released
+
+SIZE = 700_000  # elements: several chunks
+PATIENCE_S = 60.0
+
+
+class Rows:
+    """Arrive when the test says so."""
+
+    def __init__(self) -> None:
+        self.here, self.over = 0, False
+        self.asked: set[int] = set()
+        self._changed = threading.Condition()
+
+    def wait(self, element: int) -> None:
+        with self._changed:
+            self.asked.add(element)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.here >= element or self.over, PATIENCE_S)
+            if self.here < element:
+                raise NotArrived
+
+    def give_up(self) -> None:
+        with self._changed:
+            self.over = True
+            self._changed.notify_all()
+
+    def arrive(self, here: int = SIZE + 64) -> None:
+        with self._changed:
+            self.here = here
+            self._changed.notify_all()
+
+    def until_asked(self) -> None:
+        """An update has begun and waits."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.asked, PATIENCE_S)
+
+
+def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def served(**options: Any) -> Served:
+    torch.manual_seed(0)
+    return Served(2, parameters=(torch.randn(SIZE),), optimizers=(adam,), **options)
+
+
+def fill(each: Served, step: int) -> None:
+    for worker in (0, 1):
+        draw = torch.Generator().manual_seed(10 * step + worker)
+        each.store.gradients[worker][torch.float32][:SIZE] = torch.randn(SIZE, generator=draw)
+
+
+def usual(each: Served, steps: int) -> None:
+    for step in range(steps):
+        fill(each, step)
+        for worker in (0, 1):
+            each.server.on(Received(worker, push_of(1.0 + worker)))
+
+
+def state(each: Served) -> list[torch.Tensor]:
+    saved = each.server.optimizers.updates[0].state().parameters
+    masters = each.store.masters[torch.float32][:SIZE].clone()
+    return [masters, *(saved[0][name] for name in sorted(saved[0]))] if saved else [masters]
+
+
+def assert_same(one: Served, other: Served) -> None:
+    for a, b in zip(state(one), state(other), strict=True):
+        assert torch.equal(a, b)
+
+
+def begun(each: Served, step: int, rows: Rows) -> Any:
+    """Worker 0 has pushed, and the row of worker 1 is on its way; returns its push."""
+    fill(each, step)
+    coming = push_of(2.0)
+    each.server.on(Received(0, push_of(1.0)))
+    each.server.on(Announced({1: coming}, rows))
+    rows.until_asked()
+    return coming
+
+
+def test_an_update_that_begins_early_is_the_same() -> None:
+    early, plain = served(), served()
+    usual(plain, 3)
+    for step in range(3):
+        rows = Rows()
+        coming = begun(early, step, rows)
+        assert early.server.version == step
+        rows.arrive()
+        assert early.server.on(Received(1, coming)) == released(step + 1, 0, 1)
+    assert_same(early, plain)
+
+
+@pytest.mark.parametrize("here", [0, SIZE // 2, SIZE + 64])
+@pytest.mark.parametrize("step", [0, 2])
+def test_it_is_undone_if_anything_else_happens(step: int, here: int) -> None:
+    early, plain = served(), served()
+    for each in (early, plain):
+        usual(each, step)
+    rows = Rows()
+    begun(early, step, rows)
+    rows.arrive(here)
+    assert early.server.on(Received(1, Pull({}))) == released(step, 1)
+    assert_same(early, plain)
+    for each in (early, plain):
+        fill(each, step)
+    early.server.on(Received(1, push_of(2.0)))
+    for worker in (0, 1):
+        plain.server.on(Received(worker, push_of(1.0 + worker)))
+    assert_same(early, plain)
+
+
+def test_a_lost_worker_has_no_part_in_it() -> None:
+    early, plain = served(), served()
+    rows = Rows()
+    begun(early, 0, rows)
+    fill(plain, 0)
+    plain.server.on(Received(0, push_of(1.0)))
+    rows.arrive(SIZE // 2)
+    for each in (early, plain):
+        assert each.server.on(Removed(1))[-1:] == released(1, 0)
+    assert_same(early, plain)
+
+
+def test_masters_that_were_sent_early_and_undone_are_known_to_have_changed() -> None:
+    early = served()
+    heard: list[int] = []
+    early.store.progress.listen(heard.append)
+    rows = Rows()
+    begun(early, 0, rows)
+    rows.arrive(SIZE // 2)
+    before, number = early.store.moves.n_changes, early.store.progress.read().number
+    early.server.on(Received(1, Pull({})))
+    assert heard[0] == 0 and early.store.moves.n_changes != before + 1
+    assert early.store.progress.read().number != number
+
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "clipping by norm": {"clip": Clip("norm", 1.0)},
+    "a veto": {"veto": True},
+    "no weight": {"weight": 0.0},
+    "writes": {"writes": {0: b"\0" * 4 * SIZE}},
+    "averaged": {"averaged": True},
+    "encoded": {"encoded": 4},
+    "other groups": {"members": ((0,),)},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_cannot_be_undone_begins_when_all_is_here(name: str) -> None:
+    each, given = served(), dict(CHANGED[name])
+    each.server.on(Received(0, push_of(1.0)))
+    each.server.on(Announced({1: push_of(given.pop("weight", 2.0), **given)}, Rows()))
+    assert each.server._rounds._early is None
+
+
+@pytest.mark.parametrize("policy", [lambda: FirstK(1), WaitForAll])
+def test_nothing_begins_before_all_have_pushed(policy: Callable[[], Any]) -> None:
+    each = Served(3, policy(), parameters=(torch.zeros(4),))
+    each.server.on(Received(0, push_of(1.0)))
+    each.server.on(Announced({1: push_of(2.0)}, Rows()))
+    assert each.server._rounds._early is None
+
+
+def test_the_server_closes_while_rows_are_missing() -> None:
+    early, plain = served(), served()
+    begun(early, 0, Rows())
+    early.server.close()
+    assert torch.equal(state(early)[0], state(plain)[0])
+
+
+# ---- one row for several workers ----------------------------------------------------------------
+
+
+def test_gradients_within_a_mean_have_their_part_in_the_update() -> None:
+    apart, together = Served(3), Served(3)
+    for worker, gradient in enumerate((1.0, 5.0, 2.0)):
+        apart.push(worker, gradient, weight=1.0 + worker)
+    together.push(0, 1.0)
+    together.push(1, (2 * 5.0 + 3 * 2.0) / 5, weight=2.0, within=1)
+    assert together.push(2, 100.0, weight=3.0, within=1) == released(1, 0, 1, 2)
+    assert together.value() == pytest.approx(apart.value())
+    counts = [each.server.statistics.stats()["handed_over"] for each in (apart, together)]
+    assert [each["sent_bytes"] for each in counts] == [3 * 12, 2 * 12]
+
+
+def test_a_rule_that_needs_each_gradient_refuses_means() -> None:
+    each = Served(2)
+    each.server.optimizers.updates[0].merge = object()  # type: ignore[assignment]
+    each.push(0, 1.0, within=0)
+    reasons = refusals(each.push(1, 1.0, within=0))
+    assert all("host_sums was given" in reason for reason in reasons.values())
