@@ -248,13 +248,16 @@ class HostConnection:
             return dict(self._counts)
 
     def close(self) -> None:
-        """Send what is queued, for at most a second, and end; may be called again."""
+        """Send what is queued, until nothing has moved for a second, and end; may be called again."""
         with self._changed:
             if not self._closed and self._broken is None:
                 self._say(GOODBYE, 0)
             self._closed = True
             self._changed.notify_all()
-        self._main.join(_LAST_S)  # it ends when the other side has heard the goodbye
+        moved = -1
+        while self._main.is_alive() and moved < self.stats()["sent"]:
+            moved = self.stats()["sent"]
+            self._main.join(_LAST_S)  # it ends when the other side has heard the goodbye
         self._break("this host has closed the connection")
         self._main.join()
         with self._changed:
@@ -306,8 +309,7 @@ class HostConnection:
                 if self._dismissed:
                     return "it has closed the connection"
                 if not there:
-                    self._changed.wait_for(self._nothing_comes, _LAST_S)
-                    self._hand_out()
+                    self._take_the_rest()
                     return self._broken or self._failing or _DEATH
                 if self._failing is not None and until is None:
                     until = time.monotonic() + _LAST_S  # control may have ended, too: read its last
@@ -327,6 +329,13 @@ class HostConnection:
         with self._changed:
             if number:
                 self._fail(OSError(number, os.strerror(number)))
+
+    def _take_the_rest(self) -> None:
+        """Wait for rows of the messages that have arrived, until none has moved for a second."""
+        moved = -1
+        while not self._nothing_comes() and moved < self._n_rows_arrived:
+            moved = self._n_rows_arrived
+            self._changed.wait_for(self._nothing_comes, _LAST_S)
 
     def _nothing_comes(self) -> bool:
         self._hand_out()

@@ -100,6 +100,24 @@ def threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith(("host", "greeting"))}
 
 
+def test_the_last_message_arrives_however_long_its_rows_take(
+    ends: tuple[HostConnection, HostConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ends
+    read = sockets.read_exactly
+
+    def slowly(sock: Any, room: memoryview, until: float | None = None) -> None:
+        time.sleep(0.3 if len(room) > transport.FRAME.size else 0.0)
+        read(sock, room, until)
+
+    monkeypatch.setattr(sockets, "read_exactly", slowly)
+    monkeypatch.setattr(transport, "FRAME_BYTES", 1 << 18)
+    monkeypatch.setattr(transport, "_LAST_S", 2.0)
+    ours.send("last", [(0, SIZE)])
+    ours.close()
+    assert received(theirs, 1) == ["last"]
+
+
 # ---- messages and spans --------------------------------------------------------------------------
 
 
