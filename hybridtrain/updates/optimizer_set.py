@@ -255,15 +255,16 @@ class Optimizers:
             )
         if usual and all(map(is_usual, pushes.values())):
             return self._usual_contributions(pushes, update), 1.0
-        made = {w: self._contribution(w, push, update) for w, push in pushes.items()}
+        weights = _weights(pushes)
+        made = {w: self._contribution(w, pushes[w], update) for w in weights}
         if pushes and all(push.row.averaged for push in pushes.values()):
             return [replace(next(iter(made.values())), merged=True)], 1.0
         if update.sums:
             aside = [held.contribution(1.0)] if held is not None and held.weight else []
             return [*aside, *made.values()], 1.0
         factors = {w: self.late.correct(each, update.members) for w, each in made.items()}
-        counts = {w: pushes[w].weight * factor for w, factor in factors.items()}
-        weight = sum(push.weight for push in pushes.values()) + (held.weight if held else 0.0)
+        counts = {w: weights[w] * factor for w, factor in factors.items()}
+        weight = sum(weights.values()) + (held.weight if held else 0.0)
         total = sum(counts.values()) + (held.count if held else 0.0)
         if not total:
             return [], 0.0 if weight else 1.0
@@ -275,9 +276,7 @@ class Optimizers:
         self, pushes: Mapping[int, Push], update: Update
     ) -> list[Contribution]:
         """Contributions of plain gradients; reused from the last round if all weights are equal."""
-        weights = dict.fromkeys(_rows_of(pushes), 0.0)
-        for worker, push in pushes.items():
-            weights[worker if push.row.within is None else push.row.within] += push.weight
+        weights = _weights(pushes)
         if (update, weights) != self._usual[:2]:
             total = sum(weights.values())
             made = [(w, self._contribution(w, pushes[w], update)) for w in weights]
@@ -345,9 +344,12 @@ def _is_plain(push: Push) -> bool:
     return whole and push.weight > 0 and not (said or by_norm or _vetoes(push))
 
 
-def _rows_of(pushes: Mapping[int, Push]) -> list[int]:
-    """The workers whose rows hold all of these."""
-    return [worker for worker, push in pushes.items() if push.row.within in (None, worker)]
+def _weights(pushes: Mapping[int, Push]) -> dict[int, float]:
+    """The workers whose rows hold all of these, and what each row counts for."""
+    weights = {w: 0.0 for w, push in pushes.items() if push.row.within in (None, w)}
+    for worker, push in pushes.items():
+        weights[worker if push.row.within is None else push.row.within] += push.weight
+    return weights
 
 
 def _vetoes(push: Push) -> bool:

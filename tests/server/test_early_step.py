@@ -186,16 +186,20 @@ def test_the_server_closes_while_rows_are_missing() -> None:
 # ---- one row for several workers ----------------------------------------------------------------
 
 
-def test_gradients_within_a_mean_have_their_part_in_the_update() -> None:
-    apart, together = Served(3), Served(3)
+@pytest.mark.parametrize("absent", [(), (1,)])
+def test_gradients_within_a_mean_have_their_part_in_the_update(absent: tuple[int, ...]) -> None:
+    parameters = (torch.zeros(3), torch.zeros(2))
+    apart, together = (Served(3, parameters=parameters) for _ in range(2))
     for worker, gradient in enumerate((1.0, 5.0, 2.0)):
-        apart.push(worker, gradient, weight=1.0 + worker)
-    together.push(0, 1.0)
+        apart.push(worker, gradient, weight=1.0 + worker, absent=() if worker else absent)
+    together.push(0, 1.0, absent=absent)
     together.push(1, (2 * 5.0 + 3 * 2.0) / 5, weight=2.0, within=1)
     assert together.push(2, 100.0, weight=3.0, within=1) == released(1, 0, 1, 2)
-    assert together.value() == pytest.approx(apart.value())
+    for number in (0, 1):
+        assert together.value(number) == pytest.approx(apart.value(number))
     counts = [each.server.statistics.stats()["handed_over"] for each in (apart, together)]
-    assert [each["sent_bytes"] for each in counts] == [3 * 12, 2 * 12]
+    whole, first = 4 * (3 + 2), 4 * (3 + 2 * (not absent))
+    assert [each["sent_bytes"] for each in counts] == [first + 2 * whole, first + whole]
 
 
 def test_a_rule_that_needs_each_gradient_refuses_means() -> None:

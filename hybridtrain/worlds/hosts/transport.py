@@ -248,7 +248,7 @@ class HostConnection:
             return dict(self._counts)
 
     def close(self) -> None:
-        """Send what is queued, until nothing has moved for a second, and end; may be called again."""
+        """Send what is queued, until nothing moves for a second, and end; may be called again."""
         with self._changed:
             if not self._closed and self._broken is None:
                 self._say(GOODBYE, 0)
