@@ -157,25 +157,23 @@ def _arrays(given: Any) -> dict[str, Any]:
     if not found:
         raise UserError("the model has no parameters; give an array, a dict of them, or a module")
     for name, array in found.items():
-        what = "model" if name == ALONE else f"parameter {name!r}"
-        if not isinstance(array, np.ndarray | torch.Tensor):
+        what, plain = "model" if name == ALONE else f"parameter {name!r}", np.ndarray
+        if not isinstance(array, plain | torch.Tensor):
             raise UserError(
                 f"{what}: {shown(array)} was given; give a numpy array, a torch tensor, a dict of "
                 "them, or a torch.nn.Module"
             )
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype if _is_known(array) else None
-        dtype = array.dtype if isinstance(array, torch.Tensor) else dtype
-        if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+        real = array.dtype.kind == "f" if isinstance(array, plain) else array.is_floating_point()
+        if not real:
             raise UserError(f"{what} is of {array.dtype}, which has no gradient; use float32")
-        if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise UserError(f"{what} cannot be written to; give a copy of it")
-        if isinstance(array, torch.Tensor) and (array.device.type != "cpu" or array.is_sparse):
-            raise UserError(f"{what} lies on {array.device}; give dense tensors in host memory")
+        here = array.flags.writeable if isinstance(array, plain) else _is_dense_here(array)
+        if not here:
+            raise UserError(f"{what} must be dense, in host memory, and free to be written to")
     return found
 
 
-def _is_known(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and array.dtype.kind in "fc" and array.dtype.itemsize <= 16
+def _is_dense_here(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 def _tensor(array: Any) -> torch.Tensor:

@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, Inside, Requirements, combine, exchange_of
+from hybridtrain.exchanges import Inside, Requirements, combine, exchange_of
 from hybridtrain.memory import UpdateMaker
 from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.monitoring.watchdog import SlowReport, Watchdog, to_stderr
@@ -25,8 +25,8 @@ from hybridtrain.recording.run_description import Recording, header
 from hybridtrain.recovery.failure_policy import Judge, OnFailure
 from hybridtrain.server.server import Server
 from hybridtrain.training.step.guard import OnFault
-from hybridtrain.updates.named import NamedUpdate, update_of
-from hybridtrain.updates.staleness import Correction, make_correction
+from hybridtrain.updates.named import update_of
+from hybridtrain.updates.staleness import make_correction
 from hybridtrain.worker.device.cuda import forbids_fork
 from hybridtrain.worlds.local.process_world import OtherHosts, ProcessWorld
 
@@ -55,19 +55,6 @@ class Scheme:
     and exchange rely on, once the number of workers is known.
     """
 
-    policy: Policy
-    exchange: Exchange
-    update: NamedUpdate
-    correction: Correction | None
-    requirements: Requirements
-    start_method: str
-    threads_per_worker: int | Literal["auto"]
-    stop_grace_s: float
-    on_fault: OnFault
-    on_failure: OnFailure
-    patience: HangTimeout | None
-    recording: Recording | None
-
     @property
     def inside(self) -> Inside | None:
         """What the workers of one host do together: nothing, as a rule."""
@@ -83,11 +70,13 @@ class Scheme:
             UserError: if a name is unknown, or parts contradict each other.
         """
         policy: Any = given["policy"]  # type: ignore[typeddict-item]
-        self.policy, self.correction = make_policy(policy), make_correction(given["correction"])
+        self.policy: Policy = make_policy(policy)
+        self.correction = make_correction(given["correction"])
         self.exchange = exchange_of(self.policy, given["exchange"])
         self.update = update_of(self.exchange, given["update"])
         self.requirements = Requirements()  # until the number of workers is known
-        self.start_method, self.stop_grace_s = given["start_method"], given["stop_grace_s"]
+        self.start_method: str = given["start_method"]
+        self.stop_grace_s = given["stop_grace_s"]
         self.threads_per_worker = given["threads_per_worker"]
         self.on_fault = OnFault(given["on_nonfinite"], given["on_oom"])
         self.recording = Recording.at(given["record"])

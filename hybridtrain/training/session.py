@@ -11,7 +11,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, LocalExchange, Requirements
 from hybridtrain.exchanges.compression import Codec, codec_of
-from hybridtrain.memory import Layout, Store
+from hybridtrain.memory import Layout
 from hybridtrain.protocol.messages import Install
 from hybridtrain.training.step.accumulation import Accumulation
 from hybridtrain.training.step.gradient_step import GradientStep
@@ -259,11 +259,6 @@ class WorkerSession:
         self.replica.close()
 
     # ---- in training ----------------------------------------------------------------------------
-
-    @property
-    def store(self) -> Store:
-        """The shared memory."""
-        return self._store
 
     @property
     def has_own_parameters(self) -> bool:

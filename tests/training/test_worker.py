@@ -240,6 +240,24 @@ def test_the_caller_sees_parameters_and_figures_during_a_run(tmp_path: Path) -> 
     assert seen[0] == (-1.0, 2) and server.model[0] == -1.0
 
 
+def go_on_for_ever(worker: Worker) -> None:
+    for rows in worker.batches():
+        worker.push(np.ones(1, "f4") * len(rows))
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+def test_ctrl_c_ends_the_run_and_leaves_what_was_trained(strategy: str) -> None:
+    server = Server(np.zeros(1, "f4"), strategy, update={"name": "sgd", "lr": 1.0})
+
+    def interrupt(stats: dict[str, Any]) -> None:
+        if stats["updates"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        server.run(go_on_for_ever, 2, 1000, interrupt, batch_size=1, epochs=10**6)
+    assert server.model[0] == -server.stats()["updates"] < 0
+
+
 # ---- failures, records, virtual time ------------------------------------------------------------
 
 
