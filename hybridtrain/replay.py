@@ -96,7 +96,9 @@ def _replay(record: Record, anyway: bool) -> None:
     report = replay(record, anyway)
     for error in report.errors:
         print(f"raised   {type(error).__name__}: {error} (as in the run)")
-    print(f"record   {record.path}, {record.n_workers} workers, {record.header['policy']}")
+    several = f" on {n} hosts" if (n := 1 + max(record.hosts)) > 1 else ""
+    workers = f"{record.n_workers} workers{several}"
+    print(f"record   {record.path}, {workers}, {record.header['policy']}")
     print(f"events   {report.events} of {len(record.cells)}")
     print(f"updates  {report.updates}")
     if not report.equal:

@@ -182,7 +182,8 @@ class HybridLauncher(Launcher):
         strategy, trainer = self._strategy, job.trainer
         threads, start_method = way.threads, way.start_method
         in_update = usable_cores() if strategy.requirements.whole_rounds else 1
-        server = serving(strategy, trainer.state.fn == "fit", threads, in_update)
+        traffic = None if others is None else others.stats
+        server = serving(strategy, trainer.state.fn == "fit", threads, in_update, traffic)
         interrupt_updates(server, strategy.faults)
         with profiled(trainer, server, strategy.world_size):
             meets = may_meet(strategy) and not strategy.faults.in_updates and others is None
@@ -198,8 +199,7 @@ class HybridLauncher(Launcher):
                 here = None if others is None else strategy.numbers_here
                 faults = {} if error is BeginAnew else strategy.faults.conclude(error is None, here)
                 kept = strategy.keeping.figures() | strategy.device_memory.figures()
-                between = {} if others is None else {"hosts": others.stats()}
-                strategy.remember_stats(server.statistics.stats() | faults | kept | between)
+                strategy.remember_stats(server.statistics.stats() | faults | kept)
 
     def _interrupt(
         self, interruption: Interrupted, trainer: pl.Trainer, scratch: Scratch

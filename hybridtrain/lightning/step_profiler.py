@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,9 +126,9 @@ class StepProfiler(Profiler):
 
     def watch(self, trainer: Any, client: Client) -> None:
         """Under a strategy of this package: time its methods, too."""
-        if self._parts is None:
-            return
         self._watched = True
+        if self._parts is None:  # on a further host, which writes nothing
+            return
         self._begin(client.n_workers)
         assert self._track is not None
         timed(self._track, client, "gather", Phase.WAIT, "meeting")
@@ -231,7 +231,8 @@ def profiled(trainer: Any, server: Any, n_workers: int) -> Iterator[None]:
             yield
         finally:
             profiler._parts = None
-            conclude(profiler, folder, parts, n_workers, watch.tracks)
+            hosts = server.statistics.stats().get("hosts", ())
+            conclude(profiler, folder, parts, n_workers, watch.tracks, hosts)
 
 
 def conclude(
@@ -240,6 +241,7 @@ def conclude(
     parts: Path,
     n_workers: int,
     server: Sequence[Track] = (),
+    hosts: Sequence[Mapping[str, float]] = (),
 ) -> None:
     """Write the files and print the table, if there are measurements."""
     found = {int(p.stem): Track.unpacked(json.loads(p.read_text())) for p in parts.glob("*.json")}
@@ -249,7 +251,7 @@ def conclude(
         return
     for track in server:
         track.end_open()
-    report = Report(workers, server, n_workers)
+    report = Report(workers, server, n_workers, hosts)
     written = _written(report, folder)
     if not profiler.quiet:
         report.show(Console(), folder if written else None)

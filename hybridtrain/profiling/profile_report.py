@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,11 +31,13 @@ class Report:
         workers: track by worker; those of killed workers are missing.
         server: its tracks; none under strategies without a server.
         n_workers: number of workers, killed ones included.
+        hosts: the figures of each, if there are several (``RunStatistics.stats``).
     """
 
     workers: dict[int, Track]
     server: Sequence[Track] = ()
     n_workers: int = 1
+    hosts: Sequence[Mapping[str, float]] = ()
     cost_ns: float = field(default_factory=cost_of_span_ns)
 
     @cached_property
@@ -93,6 +95,7 @@ class Report:
             "workers": {str(w): _figures(track) for w, track in sorted(self.workers.items())},
             "server": [_figures(track) for track in self.server],
             "n_workers": self.n_workers,
+            **({"hosts": list(self.hosts)} if self.hosts else {}),
             "timeline_every": self.every,
             "measuring_share": round(self.measuring, 4),
             "us_per_step": round(1e6 * self.step_s, 2),
@@ -129,6 +132,8 @@ class Report:
         parts: list[Any] = [title, self._of_workers(width)]
         if any(track.sums for track in self.server):
             parts += [Text(""), self._of_server()]
+        if self.hosts:
+            parts += [Text(""), self._of_hosts()]
         return parts
 
     def _of_workers(self, width: int) -> Table:
@@ -173,6 +178,18 @@ class Report:
                 label = f"{label} (request)" if phase is Phase.SERVE else label
                 longest = _ms(total.longest_ns / 1e6)
                 table.add_row(label, str(total.n), _ms(own), longest, f"{100 * share:.0f} %")
+        return table
+
+    def _of_hosts(self) -> Table:
+        """Of each host, what it sends and receives in an update, and how long it is at it."""
+        table = _table("host", "MB sent", "ms", "share", "MB received", "ms", "share")
+        seconds, updates = self.server[0].seconds, max(1, self.server[0].n_steps)
+        for n, host in enumerate(self.hosts):
+            cells = []
+            for moved, took in (("sent", "sending_s"), ("received", "receiving_s")):
+                cells += [f"{host[moved] / 1e6 / updates:.3g}", _ms(1e3 * host[took] / updates)]
+                cells.append(f"{100 * host[took] / seconds if seconds else 0:.0f} %")
+            table.add_row(str(n), *cells)
         return table
 
     def _says(self, folder: Path | None) -> str:

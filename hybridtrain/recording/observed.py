@@ -35,7 +35,8 @@ class Observed:
     ``times``: worker -> seconds of each of its mini-batches. ``epoch``: samples between two
     meetings of all workers; ``None``: they never met. ``update_s``: of an update, with the replies'
     way. ``mini_batches``: the first ones of the run, of all workers together. ``strategy``: as
-    configured; empty for a run from Python.
+    configured; empty for a run from Python. ``hosts``: if there were several, the times of workers
+    have the network in them. ``size_bytes``: of the parameters; 0: unknown.
     """
 
     times: Mapping[int, list[float]]
@@ -44,6 +45,8 @@ class Observed:
     update_s: float
     mini_batches: int
     strategy: Mapping[str, Any]
+    hosts: int = 1
+    size_bytes: int = 0
 
     @property
     def n_workers(self) -> int:
@@ -73,6 +76,8 @@ def observe(run: Path) -> Observed:
         update_s=_update_s(pushes, len(times)),
         mini_batches=min(len(pushes), MOST_PUSHES),
         strategy=record.header["about"].get("config", {}).get("strategy", {}),
+        hosts=1 + max(record.hosts),
+        size_bytes=record.told.get("begin", {}).get("bytes", 0),
     )
 
 

@@ -110,6 +110,11 @@ class Record:
     def n_workers(self) -> int:
         return int(self.header["workers"])
 
+    @property
+    def hosts(self) -> list[int]:
+        """The host of each worker."""
+        return list(self.header.get("hosts") or [0] * self.n_workers)
+
     def events(self) -> Iterator[RecordEvent]:
         """All events in their order."""
         for number, cell in enumerate(self.cells):

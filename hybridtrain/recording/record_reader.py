@@ -69,6 +69,7 @@ _ABOUT = (Annotated[dict[str, Any], Rule("", lambda about: "config" not in about
 _HEADER = {
     "kinds": [str],
     "workers": Annotated[int, Range(1, NOBODY - 1)],
+    "hosts?": [Count],
     **dict.fromkeys(("threads", "server_threads"), _Threads),
     **dict.fromkeys(("policy", "correction?", "exchange?", "update?"), str),
     "requirements": {"parameters": str},
@@ -83,10 +84,11 @@ _STATS = {
     "waiting_share": [NotNegative],
     "dropped": [Count],
     "staleness": {"mean": NotNegative, "max": Count},
+    "hosts?": [{EACH: NotNegative}],
 }
 _TOLD = {
     "header": _HEADER,
-    "begin?": {"parameters": str},
+    "begin?": {"parameters": str, "bytes?": Count},
     "end?": {"parameters": str | None, "optimizers": str, "stats?": _STATS},
     EACH: {"kind?": str, "length?": Count, "items?": str, "batch?": Count},  # of data, saving
 }
@@ -182,6 +184,8 @@ def _record(path: Path, content: bytes) -> Record:
     if (wrong := misfit(told, _TOLD, "record")) is not None:
         raise _Damaged(CELL_BYTES, wrong)
     kinds, n_workers = tuple(told["header"]["kinds"]), told["header"]["workers"]
+    if len(hosts := told["header"].get("hosts", range(n_workers))) != n_workers:
+        raise _Damaged(CELL_BYTES, f"it has the hosts of {len(hosts)} of {n_workers} workers")
     places = np.flatnonzero(keep)
     _check_events(cells[keep], places * CELL_BYTES, kinds, n_workers)
     return Record(path, told, cells[keep], kinds, len(content))

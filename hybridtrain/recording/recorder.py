@@ -159,7 +159,9 @@ class RecordingServer(Server):
             self._log.switch_on()
         if isinstance(message, Install) and not self._begun:
             self._begun = True
-            self._writer.tell({"begin": {"parameters": checksum_of_parameters(store)}})
+            size = sum(n * dtype.itemsize for dtype, n in store.layout.sizes.items())
+            begin = {"parameters": checksum_of_parameters(store), "bytes": size}
+            self._writer.tell({"begin": begin})
 
     def close(self) -> None:
         """Record the final checksums and statistics, and close the record."""

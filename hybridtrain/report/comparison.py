@@ -79,7 +79,7 @@ def comparison(
     begun = sorted(str(x) for run in runs if (x := run.summary.get("started")))
     when = f"begun {begun[0][:16]}" if begun else f"seen {date.today()}"
     parts = [*_head(runs, folders), *_remarks(shown)]
-    parts += [heading("Results"), results(shown, out), _sheets_hint(out)]
+    parts += [heading("Results"), results(shown, out), _sheets_hint(out), *hosts_of(shown)]
     for task in tasks:
         title_of = (f"Task {task}" if task else "No task known") if len(tasks) > 1 else ""
         parts += curves_of(title_of, [x for x in shown if x.run.task == task])
@@ -189,6 +189,16 @@ HEADS = {  # of the results -> name of the number
 }
 
 
+HOST_HEADS = {
+    "workers": "workers",
+    "waiting, share of time": "waiting_share",
+    "sent, bytes": "sent",
+    "sending, s": "sending_s",
+    "received, bytes": "received",
+    "receiving, s": "receiving_s",
+}
+
+
 def results(shown: Sequence[Shown], out: Path) -> Part:
     """A row for each run; empty columns are left out."""
     found = dict.fromkeys(m for x in shown for m in x.run.metrics)
@@ -210,6 +220,18 @@ def results(shown: Sequence[Shown], out: Path) -> Part:
     kept = {k: v for k, v in columns.items() if any(x not in (None, "") for x in v)}
     bad = [number for number, x in enumerate(shown) if not x.run.ended_well]
     return table(list(kept), list(zip(*kept.values(), strict=True)), bad)
+
+
+def hosts_of(shown: Sequence[Shown]) -> Iterator[Part]:
+    """A row for each host of the runs that had several."""
+    rows = [
+        [x.name, n, *(host.get(name) for name in HOST_HEADS.values())]
+        for x in shown
+        for n, host in enumerate(x.run.hosts)
+    ]
+    if rows:
+        yield heading("Hosts")
+        yield table(["run", "host", *HOST_HEADS], rows)
 
 
 def _files(run: Run, out: Path) -> Part:

@@ -72,6 +72,13 @@ class Run:
         value = self._at(*names)
         return [x for x in value if is_number(x)] if isinstance(value, list) else []
 
+    @property
+    def hosts(self) -> list[dict[str, float]]:
+        """The numbers of each host, if there were several."""
+        found = self._at("hosts")
+        each = [x for x in found if isinstance(x, Mapping)] if isinstance(found, list) else []
+        return [{name: x for name, x in host.items() if is_number(x)} for host in each]
+
     def _at(self, *names: str) -> Any:
         value: Any = self.summary
         for name in names:

@@ -7,13 +7,16 @@ The clock is an argument, so that the same code counts real and virtual seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridtrain.policies.bounded_staleness import StepCounts
 from hybridtrain.protocol.shared_round import MadeRounds
 from hybridtrain.server.timeline import Timeline
+
+# Figures of each host of a run over several, which have equally many workers.
+Traffic = Callable[[], Sequence[Mapping[str, float]]]
 
 
 @dataclass(slots=True)
@@ -41,11 +44,13 @@ class RunStatistics:
         n_workers: W.
         clock: seconds from any origin.
         timeline: each interval that is counted is added to it.
+        traffic: between several hosts: what each has sent and received.
     """
 
     n_workers: int
     clock: Callable[[], float]
     timeline: Timeline | None = None
+    traffic: Traffic | None = None
     version: int = 0
     first_version: int = 0
     samples: float = 0.0
@@ -231,19 +236,19 @@ class RunStatistics:
         step, by worker; ``lead``: pushes ahead of the slowest worker; ``effective_batch``: samples
         per update; ``left_out``: contributions that each worker left out, by the kind of fault;
         ``handed_over``: ``sent_bytes`` of all contributions with a weight, and ``saved_bytes`` by
-        encoding. Staleness is counted per contribution: updates between the reading of the
-        parameters and the application of the gradient computed from them.
+        encoding; of several hosts also ``hosts``, for each: its ``workers``, the mean of their
+        ``waiting_share``, and its traffic. Staleness is counted per contribution: updates between
+        the reading of the parameters and the application of the gradient computed from them.
         """
         training_s, updates = self._training_s, self.version - self.first_version
         awaited_s = sum(account.awaited_s for account in self._accounts)
+        waiting = [_share(account.waiting_s, account.computing_s) for account in self._accounts]
         return {
             "updates": updates,
             "samples": int(self.samples),
             "samples_per_s": self.samples / training_s if training_s > 0 else 0.0,
             "training_s": training_s,
-            "waiting_share": [
-                _share(account.waiting_s, account.computing_s) for account in self._accounts
-            ],
+            "waiting_share": waiting,
             "awaited_share": [_share(a.awaited_s, awaited_s - a.awaited_s) for a in self._accounts],
             "step_s": [a.computing_s / a.pushes if a.pushes else 0.0 for a in self._accounts],
             "samples_per_worker": [int(account.samples) for account in self._accounts],
@@ -264,7 +269,18 @@ class RunStatistics:
             },
             "handed_over": {"sent_bytes": self.sent_bytes, "saved_bytes": self.saved_bytes},
             "workers": self.n_workers,
+            **({} if self.traffic is None else {"hosts": _of_hosts(waiting, self.traffic())}),
         }
+
+
+def _of_hosts(
+    waiting: Sequence[float], traffic: Sequence[Mapping[str, float]]
+) -> list[dict[str, float]]:
+    n = len(waiting) // len(traffic)
+    return [
+        {"workers": n, "waiting_share": sum(waiting[h * n : h * n + n]) / n, **each}
+        for h, each in enumerate(traffic)
+    ]
 
 
 def _share(part: float, rest: float) -> float:

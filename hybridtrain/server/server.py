@@ -75,7 +75,7 @@ from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.membership import Membership
 from hybridtrain.server.refusals import missed, stuck
 from hybridtrain.server.rounds import Replies, Rounds
-from hybridtrain.server.run_statistics import RunStatistics
+from hybridtrain.server.run_statistics import RunStatistics, Traffic
 from hybridtrain.server.shared_parameters import shared_store
 from hybridtrain.server.stop_requests import StopRequests
 from hybridtrain.server.timeline import Timeline
@@ -101,6 +101,7 @@ class Server:
         merge: the user's rule in place of the mean of gradients.
         timeline: to be filled.
         inside: what the workers of one host do together.
+        traffic: of several hosts, for the statistics.
 
     Raises:
         UserError: if policy and exchange contradict each other.
@@ -117,13 +118,14 @@ class Server:
         merge: MergeRule | None = None,
         timeline: Timeline | None = None,
         inside: Inside | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.policy, self._merge = policy, merge
         exchange = exchange or exchange_of(policy)
         self.requirements = wants = combine(policy, exchange, n_workers, inside)
         if merge is not None:
             check_rule(merge, policy, wants.gathers, wants.holds)
-        self.statistics = RunStatistics(n_workers, clock, timeline)
+        self.statistics = RunStatistics(n_workers, clock, timeline, traffic)
         self.failure: BaseException | None = None  # raised by an optimizer
         members = self._members = set(range(n_workers))
         self._meeting: Barrier[Request] = Barrier(set(self._members))

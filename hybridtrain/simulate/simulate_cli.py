@@ -16,6 +16,7 @@ Options (several values: separated by commas, where it says so):
                       with task=...: local_sgd:every=32, diloco, easgd, async_diloco, downpour,
                       sandblaster
   workers=N,...       how many workers, those that join later included (default 8)
+  hosts=HxN,...       instead: H hosts with N workers each, the first with the server (hosts=2x4)
   batch_size=N        samples in a mini-batch (default 32)
   epoch=N             samples after which all workers meet (default: they never do; of a task, its
                       own)
@@ -42,8 +43,10 @@ How fast workers are:
 
 What is between them and the server, and what happens to them:
   network.latency_s=X         of every message, one way (default 0)
-  network.bandwidth=X         bytes per second of each worker's own link, with parameters=N
-  network.server_bandwidth=X  bytes per second of the server's link, which all share in turn
+  network.bandwidth=X         bytes per second of each worker's own link, with parameters=N; with
+                              hosts=..., of each host's, which its workers share
+  network.server_bandwidth=X  bytes per second of the server's link, which all share in turn (with
+                              hosts=..., by default as network.bandwidth)
   parameters=N        numbers (4 bytes each) in a contribution, and in what a release brings
   script=FILE.yaml    or the YAML itself: [{worker: 3, dies_at: 10}, {worker: 3, joins_at: 25},
                       {worker: [6, 7], joins_at: 30}, {worker: 1, slower: 4, from: 5, until: 20}]
@@ -103,11 +106,11 @@ def run(arguments: Sequence[str]) -> None:
     console = Console()
     rows, timelines = list[SimulationRow](), dict[str, Timeline]()
     with console.status("") as status:
-        for workers in plan.workers:
+        for workers, hosts in zip(plan.workers, plan.hosts, strict=True):
             for way in plan.strategies:
                 status.update(f"{way.label}, {workers} workers")
                 timeline = Timeline(workers) if "svg" in files else None
-                rows.append(simulate(plan, way, workers, timeline))
+                rows.append(simulate(plan, way, workers, timeline, hosts))
                 if timeline is not None:
                     several = "" if workers == 1 else "s"
                     timelines[f"{way.label}, {workers:,} worker{several}"] = timeline
@@ -147,11 +150,14 @@ def table(rows: Sequence[SimulationRow]) -> Table:
 _CELLS: dict[str, Callable[[SimulationRow], str]] = {
     "strategy": lambda row: row.strategy,
     "workers": lambda row: str(row.workers),
+    "hosts": lambda row: f"{row.hosts}x{row.workers // row.hosts}",
     "updates/s": lambda row: charts.number(row.updates_per_s),
     "samples/s": lambda row: charts.number(row.samples_per_s),
     "of ideal": lambda row: f"{100 * row.efficiency:.1f} %",
     "waiting": lambda row: f"{100 * row.waiting_share:.1f} %",
     "network": lambda row: f"{100 * row.network_share:.1f} %",
+    "link": lambda row: f"{100 * row.link_share:.0f} %",
+    "update": lambda row: f"{100 * row.update_share:.0f} %",
     "dropped": lambda row: str(row.dropped),
     "stale": lambda row: charts.number(row.staleness_mean),
     "99 %": lambda row: str(row.staleness_p99),
@@ -162,9 +168,12 @@ _CELLS: dict[str, Callable[[SimulationRow], str]] = {
 
 def heads(rows: Sequence[SimulationRow]) -> list[str]:
     """The columns in which the runs differ from zero or each other; the first is the strategy."""
+    several = any(row.hosts > 1 for row in rows)
     idle = {
-        "workers": len({row.workers for row in rows}) == 1,
-        "network": not any(row.network_share for row in rows),
+        "workers": several or len({row.workers for row in rows}) == 1,
+        **dict.fromkeys(("hosts", "link", "update"), not several),
+        "99 %": several,  # there is no room for all
+        "network": several or not any(row.network_share for row in rows),
         "dropped": not any(row.dropped for row in rows),
         "handed over": not any(row.sent_bytes for row in rows),
         "loss": not any(row.loss for row in rows),

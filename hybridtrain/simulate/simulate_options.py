@@ -36,7 +36,7 @@ BANDWIDTHS = ("network.bandwidth", "network.server_bandwidth")
 _TEXTS = ("strategy", "compute", "from", "script", "correction", "exchange", "update", *FILES)
 _Time = Annotated[float, Range(0, open="(", infinite=True)]
 OPTIONS: dict[str, Any] = {
-    **dict.fromkeys(("run", *_TEXTS), str),
+    **dict.fromkeys(("run", "hosts", *_TEXTS), str),
     **REPORT,
     **dict.fromkeys(("workers", "batch_size", "mini_batches"), Positive),
     **dict.fromkeys(("data_shards", "data_visit", "epoch"), Positive),
@@ -47,7 +47,7 @@ OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("network.latency_s", "update_s"), NotNegative),
     **dict.fromkeys(("interrupt", "foresight"), bool),
 }
-SEVERAL = ("strategy", "workers", "compute.seconds_per_step")  # values, separated by commas
+SEVERAL = ("strategy", "workers", "hosts", "compute.seconds_per_step")  # values with commas
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
 Given = Mapping[str, Any]
@@ -64,12 +64,14 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     said = _of_experiment(overrides) | options(others, list(OPTIONS), families=("slower",))
     given = {name: _read(name, text) for name, text in said.items() if text != "null"}
     run = observe(Path(given["run"])) if "run" in given else None
-    given = {**_of_run(run, given), **given}
+    sizes = [_size(text) for text in given.get("hosts", ())]
+    given = {**_of_run(run, given), **_of_hosts(sizes, given), **given}
     train = _train(given, overrides)
     workers = given.get("workers", [8])
     plan = SimulationPlan(
         strategies=tuple(map(way, given.get("strategy", ["hybrid", "async"]))),
         workers=tuple(workers),
+        hosts=tuple(hosts for hosts, _ in sizes) or (1,) * len(workers),
         times=_times(given, _slower(given, workers), run),
         conditions=_conditions(given, bool(overrides)),
         train=train,
@@ -109,6 +111,29 @@ def _read(name: str, text: str) -> Any:
     for value in values:
         check(name, value, kind, plain=True)
     return values if name in SEVERAL else values[0]
+
+
+def _size(text: str) -> tuple[int, int]:
+    """``2x4``: the number of hosts, and of workers on each."""
+    hosts, separator, each = text.partition("x")
+    if not (separator and all(n.isdecimal() and int(n) for n in (hosts, each))):
+        raise UserError(
+            f"hosts={text} was given; say hosts=HxN, H hosts with N workers each: hosts=2x4"
+        )
+    return int(hosts), int(each)
+
+
+def _of_hosts(sizes: Sequence[tuple[int, int]], given: Given) -> Given:
+    """Options from the numbers of hosts and of workers on each; given ones take precedence."""
+    if sizes and "workers" in given:
+        raise UserError(
+            f"workers={given['workers'][0]} was given with hosts={given['hosts'][0]}, which says "
+            "how many workers there are; leave one of the two out"
+        )
+    said: dict[str, Any] = {"workers": [hosts * each for hosts, each in sizes]} if sizes else {}
+    if sizes and "network.bandwidth" in given:
+        said["network.server_bandwidth"] = given["network.bandwidth"]
+    return said
 
 
 # ---- strategies ---------------------------------------------------------------------------------
@@ -234,7 +259,15 @@ def _of_run(run: Observed | None, given: Given) -> Given:
     clashes = [name for name in given if name == "from" or name.startswith("compute")]
     if clashes:
         raise UserError(f"run={given['run']} was given with {clashes[0]}; it brings its own times")
+    wrong = [n for n in given if n == "hosts" or n.startswith("network.")] if run.hosts > 1 else []
+    if wrong:
+        raise UserError(
+            f"run={given['run']} was given with {wrong[0]}; that run had {run.hosts} hosts, and "
+            "its workers' times have the network in them: give a run of one host"
+        )
     said = {name: getattr(run, name) for name in ("batch_size", "update_s", "mini_batches")}
+    if run.size_bytes and any(name in given for name in BANDWIDTHS):
+        said["parameters"] = run.size_bytes // 4
     return {"workers": [run.n_workers], **said, **({"epoch": run.epoch} if run.epoch else {})}
 
 

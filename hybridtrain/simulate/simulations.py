@@ -38,7 +38,7 @@ class Way:
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """Simulate every strategy with every number of workers.
+    """Simulate every strategy with every number of workers, on as many ``hosts`` each.
 
     Each run ends after ``mini_batches`` of all workers together (``None``: after the task's epochs)
     or ``seconds`` of virtual time, whichever is first. ``train`` makes the task, if there is one.
@@ -46,6 +46,7 @@ class SimulationPlan:
 
     strategies: tuple[Way, ...] = (Way("hybrid", "hybrid"), Way("async", "async"))
     workers: tuple[int, ...] = (8,)
+    hosts: tuple[int, ...] = (1,)
     times: Times = field(default_factory=ServiceTimes)
     conditions: Conditions = field(default_factory=Conditions)
     batch_size: int = 32
@@ -64,7 +65,9 @@ class SimulationRow:
     """Figures of one strategy with one number of workers. Seconds are virtual.
 
     Shares of time are means over the workers: waiting for a release, and on the network; the rest
-    is computing or absence. ``staleness``: age in updates -> contributions.
+    is computing or absence. ``staleness``: age in updates -> contributions. ``link_share``,
+    ``update_share``: for which the server's link was busy (in the direction with more to do), and
+    the server with updates.
     """
 
     strategy: str
@@ -88,12 +91,19 @@ class SimulationRow:
     events_per_s: float  # mini-batches per second of this process's processor time
     sent_bytes: int = 0  # handed over by all workers
     loss_over_bytes: list[tuple[float, float]] = field(default_factory=list)  # (bytes, mean loss)
+    hosts: int = 1
+    link_share: float = 0.0
+    update_share: float = 0.0
 
 
 def simulate(
-    plan: SimulationPlan, way: Way, workers: int, timeline: Timeline | None = None
+    plan: SimulationPlan,
+    way: Way,
+    workers: int,
+    timeline: Timeline | None = None,
+    hosts: int = 1,
 ) -> SimulationRow:
-    """Simulate one run of the plan, and fill the timeline.
+    """Simulate one run of the plan on so many hosts, and fill the timeline.
 
     Raises:
         UserError: if the policy does not fit this number of workers, or the plan names a worker
@@ -105,6 +115,8 @@ def simulate(
                 f"slower.{worker} was given, but {workers} workers have the numbers 0 to "
                 f"{workers - 1}"
             )
+    network = replace(plan.conditions.network, hosts=hosts)
+    plan = replace(plan, conditions=replace(plan.conditions, network=network))
     world, epochs = _world(plan, way, workers, timeline)
     mini_batches = math.inf if plan.mini_batches is None else plan.mini_batches
     with _unswept():
@@ -191,4 +203,7 @@ def _row(plan: SimulationPlan, way: Way, world: VirtualWorld, took_s: float) -> 
         events_per_s=world.events / took_s,
         sent_bytes=statistics.sent_bytes,
         loss_over_bytes=world.curve.over_bytes(),
+        hosts=plan.conditions.network.hosts,
+        link_share=min(1.0, world.links.server_s / seconds),
+        update_share=stats["updates"] * plan.conditions.update_s / seconds,
     )

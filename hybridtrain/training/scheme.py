@@ -23,6 +23,7 @@ from hybridtrain.policies import Policy, make_policy
 from hybridtrain.recording.recorder import KINDS, RecordingServer
 from hybridtrain.recording.run_description import Recording, header
 from hybridtrain.recovery.failure_policy import Judge, OnFailure
+from hybridtrain.server.run_statistics import Traffic
 from hybridtrain.server.server import Server
 from hybridtrain.training.step.guard import OnFault
 from hybridtrain.updates.named import update_of
@@ -159,7 +160,13 @@ def required(scheme: Scheme) -> Requirements:
     return combine(deepcopy(scheme.policy), scheme.exchange, scheme.world_size, scheme.inside)
 
 
-def serving(scheme: Scheme, records: bool, threads: int, server_threads: int) -> Server:
+def serving(
+    scheme: Scheme,
+    records: bool,
+    threads: int,
+    server_threads: int,
+    traffic: Traffic | None = None,
+) -> Server:
     """The server of a run, which records its events if a record is wanted.
 
     Args:
@@ -167,14 +174,18 @@ def serving(scheme: Scheme, records: bool, threads: int, server_threads: int) ->
         records: there is something to record.
         threads: of each worker.
         server_threads: of an update.
+        traffic: of several hosts, which have equally many workers.
     """
     recording = scheme.recording
     if recording is None or not records:
-        return make_server(scheme, server_threads, Server)
+        return make_server(scheme, server_threads, partial(Server, traffic=traffic))
     writer = recording.open()
     said = header(scheme, threads, server_threads)
+    if traffic is not None:
+        each = scheme.world_size // len(traffic())
+        said["hosts"] = [worker // each for worker in range(scheme.world_size)]
     writer.tell({"header": {**said, "kinds": KINDS, "about": recording.about}})
-    return make_server(scheme, server_threads, partial(RecordingServer, writer))
+    return make_server(scheme, server_threads, partial(RecordingServer, writer, traffic=traffic))
 
 
 def make_server(scheme: Scheme, threads: int, kind: Callable[..., Server]) -> Server:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from hybridtrain import simulate
 from hybridtrain.cli import run
 from hybridtrain.worlds.hosts.key import Key
-from tests.cli.conftest import Command, in_use
+from tests.cli.conftest import Command, Replay, in_use, summary
 from tests.cli.test_claim import cut_short
 from tests.cli.tiny import TINY
+from tests.picking import by_default
+from tests.support.several_hosts import run_hosts
 
 HOST_1 = {"NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2345"}
 SEVERAL = [*TINY, "trainer.num_nodes=2", "trainer.devices=2"]
@@ -86,6 +90,31 @@ def test_a_mistake_of_the_engine_is_one_line(command: Command, fits: list[str]) 
 def test_a_sweep_is_refused(command: Command, fits: list[str]) -> None:
     result = command(*SEVERAL, "-m", "seed=1,2")
     assert result.code == 2 and "trainer.num_nodes=2 was given with --multirun" in result.complaint
+
+
+def two_hosts(*arguments: str) -> int:
+    from hybridtrain.cli.entry import main
+
+    return main([*SEVERAL, *arguments, "hydra.run.dir=run", "logger=none"])
+
+
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async", "diloco"], "async"))
+def test_a_run_of_two_hosts_is_replayed_and_tried_under_another_policy(
+    tmp_path: Path, replay: Replay, strategy: str
+) -> None:
+    pytest.importorskip("cryptography")
+    hosts = run_hosts(tmp_path / "hosts", partial(two_hosts, f"strategy={strategy}"))
+    assert [host.result for host in hosts] == [0, 0], hosts[0].said
+    run = tmp_path / "hosts" / "host0" / "run"
+    assert "  host 1 " in hosts[0].said and len(summary(run)["hosts"]) == 2
+    told = replay(f"run={run}")
+    assert (told.code, told.err) == (0, "") and "result   equal to the bit" in told.out
+    assert "4 workers on 2 hosts" in told.out
+    if strategy == "async":
+        told = replay(f"run={run}", "policy=backup")
+        assert told.code == 0 and "simulated" in told.out
+        refused = simulate.main([f"run={run}", "hosts=2x2"])
+        assert refused == 2
 
 
 def test_key_makes_a_file_that_only_this_user_can_read(command: Command) -> None:

@@ -209,6 +209,15 @@ def test_bytes_are_printed_where_some_were_saved(saved: int, shown: list[str]) -
     assert [line for line in found if line.startswith("handed over")] == shown
 
 
+def test_hosts_are_printed_where_there_were_several() -> None:
+    one = {"workers": 1, "waiting_share": 0.25, "sent": 1234567, "received": 20000}
+    told = Summary(strategy="hybrid", workers=2, device="cpu", hosts=[one, one])
+    found = lines(told, Path("here"), tensorboard=False)
+    wanted = "  host 1       1.235 MB sent, 0.02 MB received; its workers waited 25.0 %"
+    assert [line.split() for line in found if "host 1" in line] == [wanted.split()]
+    assert not any("host" in x for x in lines(on_gpu({}), Path("here"), tensorboard=False))
+
+
 def test_without_a_terminal_progress_is_plain_lines(command: Command) -> None:
     result = command(*TINY, "callbacks.progress.line_every_s=0", "trainer.devices=2")
     lines = [x for x in result.out.splitlines() if x.startswith("epoch ")]

@@ -102,6 +102,14 @@ def test_cells_that_are_lost_repeated_or_exchanged_are_damage(tmp_path: Path) ->
         assert isinstance(line, str) and "damaged at byte" in line
 
 
+@pytest.mark.parametrize("hosts", [[0], [0, 1, 1], ["x", 0], 3])
+def test_a_record_whose_hosts_are_not_those_of_its_workers_is_damaged(
+    tmp_path: Path, hosts: Any
+) -> None:
+    line = reading(tmp_path / "x.bin", written(tmp_path / "x.bin", HEADER | {"hosts": hosts}))
+    assert isinstance(line, str) and "damaged at byte" in line and "hosts" in line
+
+
 def test_what_is_cut_short_is_still_a_record_of_the_beginning(tmp_path: Path) -> None:
     content = written(tmp_path / "x.bin")
     for length in range(1, len(content), 3):

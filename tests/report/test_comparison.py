@@ -93,6 +93,17 @@ def test_bytes_are_shown_and_what_was_saved_where_something_was(tmp_path: Path) 
     assert (rows["int8"]["sent_bytes"], rows["int8"]["saved_bytes"]) == ("1016", "2984")
 
 
+def test_hosts_are_shown_where_there_were_several(tmp_path: Path) -> None:
+    leave(tmp_path / "1", "strategy=a")
+    assert "Hosts" not in page_of(tmp_path)[1].texts
+    each = {"workers": 2, "waiting_share": 0.125, "sent": 1234567, "received": 7654321}
+    leave(tmp_path / "2", "strategy=b", hosts=[each, each | {"sent": "x"}])
+    leave(tmp_path / "3", "strategy=c", hosts="x")
+    texts = page_of(tmp_path)[1].texts
+    assert "Hosts" in texts and texts.count("7654321") == 2 and texts.count("1234567") == 1
+    assert texts.count("0.125") == 2
+
+
 def test_the_page_needs_nothing_but_itself_and_its_links_lead_to_the_runs(tmp_path: Path) -> None:
     course(leave(tmp_path / "a #1%", "model.width=1"), 0.5)
     leave(tmp_path / "b", "model.width=2")

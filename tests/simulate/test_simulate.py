@@ -67,10 +67,29 @@ def test_conditions_of_the_command_line_reach_the_workers(
     assert row["seconds"] <= 40 and row["updates"] == 51 == sum(row["staleness"].values())
 
 
+def test_hosts_share_their_links_and_the_table_says_what_is_busy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    options = ["strategy=hybrid", "hosts=2x1,2x4", "compute=constant", "mini_batches=800"]
+    options += ["network.bandwidth=4000", "parameters=100", "update_s=0.25", f"json={out}"]
+    assert main(options) == 0
+    text = capsys.readouterr().out
+    assert "2x1" in text and "2x4" in text and "link" in text and "workers" not in text
+    one, four = json.loads(out.read_text())
+    assert (one["hosts"], one["workers"], four["hosts"], four["workers"]) == (2, 2, 2, 8)
+    # A step: 1 s, the rows of a host 0.1 s each, the update 0.25 s, the parameters 0.1 s.
+    assert one["updates_per_s"] == pytest.approx(1 / 1.45, rel=0.01)
+    assert four["updates_per_s"] == pytest.approx(1 / 1.75, rel=0.01)
+    assert one["link_share"] == pytest.approx(0.1 / 1.45, rel=0.01)
+    assert four["update_share"] == pytest.approx(0.25 / 1.75, rel=0.01)
+
+
 @pytest.mark.slow
-def test_ten_thousand_workers_are_no_trouble() -> None:
-    plan, _ = parse(["workers=10000", "mini_batches=20000"])
-    row = simulate.simulate(plan, simulate.Way("hybrid", "hybrid"), 10_000)
+@pytest.mark.parametrize("size", ["workers=10000", "hosts=4x2500"])
+def test_ten_thousand_workers_are_no_trouble(size: str) -> None:
+    plan, _ = parse([size, "mini_batches=20000"])
+    row = simulate.simulate(plan, simulate.Way("hybrid", "hybrid"), 10_000, None, plan.hosts[0])
     assert (row.updates, row.samples) == (2, 2 * 10_000 * 32)
 
 
@@ -91,6 +110,15 @@ def test_ten_thousand_workers_are_no_trouble() -> None:
         (["network.bandwidth=5"], "network.bandwidth was given without parameters"),
         (["parameters=5"], "parameters was given without network.bandwidth"),
         (["network.latency_s=-1"], "network.latency_s=-1 was given"),
+        (["network.latency=1"], "(did you mean network.latency_s?)"),
+        (["hosts=4"], "hosts=4 was given; say hosts=HxN, H hosts with N workers each: hosts=2x4"),
+        (["hosts=0x4"], "hosts=0x4 was given; say hosts=HxN"),
+        (["hosts=2x4,2xa"], "hosts=2xa was given; say hosts=HxN"),
+        (["host=2x4"], "(did you mean hosts?)"),
+        (["hosts=2x4", "workers=8"], "workers=8 was given with hosts=2x4, which says how many"),
+        (["hosts=2x4", "network.bandwidth=5"], "network.bandwidth was given without parameters"),
+        (["hosts=2x2", "slower.4=2"], "slower.4 was given, but 4 workers have the numbers 0 to 3"),
+        (["hosts=2x2", "compute.seconds_per_step=1,2"], "workers=4; give a number for each"),
         (["compute=measured"], "compute=measured was given without from="),
         (["run=none"], "run=none: there is no such directory"),
         (["epoch=0"], "epoch=0 was given; it must be a whole number from 1 on"),

@@ -65,7 +65,7 @@ def test_a_contribution_that_is_interrupted_in_the_servers_link_passes_it_again(
     busy = world(make_policy({"name": "backup", "k": 1}), 4, times, network=network, interrupt=True)
     for update in range(1, 50):
         busy.run(updates=update)
-        assert not busy._links._inside, "everybody begins anew"
+        assert not busy.links._inside, "everybody begins anew"
     assert busy.interrupted > 100
 
 
@@ -91,6 +91,70 @@ def test_a_link_that_is_full_bounds_the_updates_whatever_the_workers() -> None:
 def test_impossible_networks_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         Network(**arguments)
+
+
+# ---- several hosts ------------------------------------------------------------------------------
+
+
+def hosts(policy: Any, n: int, each: int, **network: Any) -> VirtualWorld:
+    """Hosts with ``each`` workers, who compute for a second; rows and parameters of 100 bytes."""
+    return world(policy, n * each, network=Network(size_bytes=100, hosts=n, **network))
+
+
+def test_rows_share_their_hosts_link_and_parameters_come_down_once() -> None:
+    """2 rows of 0.1 s go up one after the other; the parameters come down to both at once."""
+    two = hosts(WaitForAll(), 2, 2, bandwidth=1000)
+    two.run(updates=1)
+    assert two.now_s == pytest.approx(1.0 + 2 * 0.1)
+    two.run(updates=2)
+    assert two.now_s == pytest.approx(1.2 + 0.1 + 1.0 + 2 * 0.1)
+    assert two.links.server_s == 0.0
+
+
+def test_on_the_servers_host_nothing_takes_time() -> None:
+    two = hosts(OnArrival(), 2, 1, bandwidth=100, latency_s=5.0)
+    two.run(until_s=10.5)
+    assert two.server.statistics.stats()["samples_per_worker"] == [10, 1]
+    two.run(until_s=20.0)  # the other: 1 s, 6 s up, 6 s down, 1 s, 6 s up
+    assert two.server.statistics.stats()["samples_per_worker"] == [20, 2]
+
+
+def test_workers_with_copies_get_each_their_own() -> None:
+    """Both push at 1.0: up 0.1 and 0.2 s; each is answered by itself."""
+    two = hosts(OnArrival(), 2, 2, bandwidth=1000, latency_s=0.25)
+    two.run(until_s=2.5)
+    assert two.network_s == pytest.approx(0.35 + 0.45 + 0.35 + 0.35)
+
+
+def test_the_link_of_the_servers_host_is_shared_by_all_others() -> None:
+    """3 hosts beside the first, of which each could send 10 rows a second, and it takes 10."""
+    many = hosts(OnArrival(), 4, 25, bandwidth=1000, server_bandwidth=1000)
+    many.run(until_s=200.0)
+    pushed = many.server.statistics.stats()["samples_per_worker"]
+    assert sum(pushed[:25]) == pytest.approx(25 * 200, rel=0.01)
+    assert sum(pushed[25:]) == pytest.approx(10 * 200, rel=0.02)
+    assert many.links.server_s == pytest.approx(200, rel=0.05), "what waits for it is counted"
+
+
+def test_a_row_passes_both_links_at_once() -> None:
+    two = hosts(WaitForAll(), 2, 1, bandwidth=1000, server_bandwidth=500, latency_s=0.25)
+    two.run(updates=1)
+    assert two.now_s == pytest.approx(1.0 + 0.25 + 0.2)
+
+
+def test_own_movements_go_up_rarely() -> None:
+    """Local SGD: one row of each worker in 4 steps, of the size that it has."""
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    two = VirtualWorld(
+        WaitForAll(), 4, CONSTANT, task=One(), optimizer=sgd,
+        exchange=make_exchange({"name": "movement", "every": 4}),
+        conditions=Conditions(Network(bandwidth=10, size_bytes=999, hosts=2)),
+    )  # fmt: skip
+    two.run(updates=1)
+    assert two.now_s == pytest.approx(4.0 + 2 * 0.4)
 
 
 # ---- a script -----------------------------------------------------------------------------------
@@ -300,7 +364,9 @@ def chances(seed: int, workers: int) -> Script:
 def test_whatever_happens_to_workers_a_run_goes_on_while_somebody_is_left(policy: Any) -> None:
     for seed in range(15):
         workers = 2 + seed % 5
-        network = Network(0.3 * (seed % 2), 100, 200 if seed % 3 else math.inf, 25 * (seed % 4))
+        n_hosts = 2 if workers % 2 == 0 else 1
+        servers = 200 if seed % 3 else math.inf
+        network = Network(0.3 * (seed % 2), 100, servers, 25 * (seed % 4), n_hosts)
         conditions = {"network": network, "script": chances(seed, workers), "interrupt": seed > 7}
         one = world(make_policy(policy), workers, ServiceTimes("exponential"), **conditions)
         try:

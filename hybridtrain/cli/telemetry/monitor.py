@@ -43,9 +43,11 @@ class RunStats:
     worker left out, by the kind of fault. ``dropped``: contributions that were too late to count,
     or of an aborted step. ``lead``: mini-batches that a worker is (``now``) or was at most
     (``max``) ahead of the slowest. ``effective_batch``: samples per update. ``handed_over``:
-    ``sent_bytes`` of all workers, and ``saved_bytes`` by compression. ``device_memory``: by worker,
-    the peak ``needed_bytes`` (0: not measured) of its device's ``total_bytes``. ``total``: updates
-    and samples of a resumed run since training began; empty: of another run, or unknown.
+    ``sent_bytes`` of all workers, and ``saved_bytes`` by compression. ``hosts``: of several, for
+    each: its ``workers`` and their ``waiting_share``, the bytes that it has ``sent`` and
+    ``received``, and in how many seconds. ``device_memory``: by worker, the peak ``needed_bytes``
+    (0: not measured) of its device's ``total_bytes``. ``total``: updates and samples of a resumed
+    run since training began; empty: of another run, or unknown.
     """
 
     updates: int = 0
@@ -62,6 +64,7 @@ class RunStats:
     lead: dict[str, list[int]] = field(default_factory=dict)
     effective_batch: float | None = None
     handed_over: dict[str, int] = field(default_factory=dict)
+    hosts: list[dict[str, float]] = field(default_factory=list)
     device_memory: dict[str, list[int]] = field(default_factory=dict)
     total: dict[str, int] = field(default_factory=dict)
 

@@ -169,6 +169,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ("dropped", _dropped(summary)),
         ("left out", _left_out(summary)),
         ("handed over", _handed_over(summary)),
+        *((f"host {n}", _host(each)) for n, each in enumerate(summary.hosts)),
         ("on device", _device_memory(summary)),
         *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
@@ -253,6 +254,11 @@ def _handed_over(summary: Summary) -> str:
     if not saved:
         return ""
     return f"{sent} bytes, {saved} saved: {(sent + saved) / max(sent, 1):.1f} times fewer"
+
+
+def _host(host: Mapping[str, float]) -> str:
+    moved = (f"{host[name] / 1e6:.4g} MB {name}" for name in ("sent", "received"))
+    return f"{', '.join(moved)}; its workers waited {100 * host['waiting_share']:.1f} %"
 
 
 def _device_memory(summary: Summary) -> str:

@@ -38,6 +38,8 @@ from hybridtrain.worlds.local.start_workers import Told, WorkerHandle, WorkerSta
 
 Span = tuple[int, int]  # bytes of the shared memory
 PATIENCE_S = 600.0  # until a lost host is there again
+_THERE = {"sent": "received", "sending_s": "receiving_s"}  # a figure here -> the one there
+_THERE |= {there: here for here, there in _THERE.items()}
 
 
 @dataclass
@@ -98,6 +100,12 @@ class OtherHost:
         self._replies: list[tuple[int, Reply]] = []
         self._spans: list[Span] = []
         self._masters: _Masters | None = None
+        self._past: dict[str, float] = dict.fromkeys(_THERE, 0)  # of connections that are lost
+
+    def stats(self) -> dict[str, float]:
+        """What this host has sent to it and received, over all its connections."""
+        now = {} if self.lost else self.connection.stats()
+        return {name: past + now.get(name, 0) for name, past in self._past.items()}
 
     def take(self, connection: HostConnection) -> None:
         """The host is there, for the first time or again."""
@@ -154,6 +162,7 @@ class OtherHost:
             yield from self._lose(str(lost))
 
     def _lose(self, reason: str) -> Iterator[tuple[int, bool]]:
+        self._past = self.stats()
         self.lost, self.lost_s = reason, time.monotonic()
         if self._selector is not None:
             self._selector.unregister(self.connection)
@@ -443,6 +452,11 @@ class Hosts:
             connection.send(over)
             connection.close()
 
-    def stats(self) -> list[dict[str, int]]:
-        """Bytes sent to and received from each other host that is there."""
-        return [host.connection.stats() for host in self._hosts if not host.lost]
+    def stats(self) -> list[dict[str, float]]:
+        """Of each host, this one first: ``sent`` and ``received`` bytes, and the seconds of each.
+
+        All is measured here, so what another host has sent is what has arrived.
+        """
+        theirs = [host.stats() for host in self._hosts]
+        ours = {name: sum(each[name] for each in theirs) for name in theirs[0]}
+        return [ours, *({name: each[_THERE[name]] for name in each} for each in theirs)]

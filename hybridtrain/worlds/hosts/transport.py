@@ -102,7 +102,7 @@ class HostConnection:
         self._arriving: deque[_Arriving] = deque()
         self._parts: deque[bytearray] = deque()  # of large messages
         self._arrived: list[_Arriving] = []
-        self._counts = {"sent": 0, "received": 0}
+        self._counts = {"sent": 0, "received": 0, "sending_s": 0.0, "receiving_s": 0.0}
         self._lives, self._silent_s, self._looked_s = True, 0.0, time.monotonic()
         # How it ends: closed here, closed there, no more rows; and why: a stream failed, whose
         # end the thread of control waits for; broken; over.
@@ -242,8 +242,8 @@ class HostConnection:
                 self._changed.wait(_LOOK_S)
         return True
 
-    def stats(self) -> dict[str, int]:
-        """Bytes ``sent`` and ``received``, of rows and messages."""
+    def stats(self) -> dict[str, float]:
+        """Bytes ``sent`` and ``received``, of rows and messages; seconds that rows took."""
         with self._changed:
             return dict(self._counts)
 
@@ -442,10 +442,12 @@ class HostConnection:
             for start in range(0, len(content), FRAME_BYTES):
                 part = content[start : start + FRAME_BYTES]
                 at = offset if offset == IN_MESSAGE else offset + start
+                begun_s = time.monotonic()
                 self._outward.sendall(FRAME.pack(next(sequence), at, len(part)))
                 self._outward.sendall(part)
                 with self._changed:
                     self._counts["sent"] += len(part)
+                    self._counts["sending_s"] += time.monotonic() - begun_s
 
     def _next_row(self) -> tuple[int, memoryview] | None:
         """The next row to send; ``None`` at the end."""
@@ -464,10 +466,12 @@ class HostConnection:
                 raise _Foul(f"it sent a frame of {n_bytes} bytes, more than {FRAME_BYTES}")
             inside = bytearray(n_bytes) if offset == IN_MESSAGE else None
             room = self._room(offset, n_bytes) if inside is None else memoryview(inside)
+            begun_s = time.monotonic()
             sockets.read_exactly(self._inward, room)
             with self._changed:
                 self._n_rows_arrived += n_bytes
                 self._counts["received"] += n_bytes
+                self._counts["receiving_s"] += time.monotonic() - begun_s
                 if inside is not None:
                     self._parts.append(inside)
                 self._hand_out()

@@ -42,7 +42,7 @@ from hybridtrain.server.timeline import Timeline
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
 from hybridtrain.worlds.virtual.epoch_source import register_workers
-from hybridtrain.worlds.virtual.network import Conditions, Links
+from hybridtrain.worlds.virtual.network import Conditions, HostLinks, Links
 from hybridtrain.worlds.virtual.script import Dies, Joins
 from hybridtrain.worlds.virtual.service_times import Times
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task, Untrained
@@ -237,9 +237,15 @@ class VirtualWorld:
         self._alone = self._replicas is not None and self._replicas.train_alone
         self._varies = self._replicas is not None and self._replicas.varies
         self._at_once = self._source is None and not self._turns
-        self._links = Links(self._under.network)
-        self._direct = self._replicas is None or not self._links.loaded_s  # pushes take no time
+        self.links = self._made_links(n_workers)
+        self._direct = self._replicas is None or not self.links.loaded_s  # pushes take no time
         self._start(n_workers)
+
+    def _made_links(self, n_workers: int) -> Links:
+        network = self._under.network
+        if network.hosts == 1:
+            return Links(network)
+        return HostLinks(network, n_workers, self.server.requirements.whole_rounds)
 
     def _start(self, n_workers: int) -> None:
         """All workers but the absent ones begin to compute at time 0."""
@@ -343,7 +349,7 @@ class VirtualWorld:
         self._work.pop(worker, None)
         self._asked.discard(worker)
         self._on_its_own.forget(worker)
-        self._links.forget(worker)
+        self.links.forget(worker)
         if self._busy is not None:
             self._busy.forget(worker)
         if self._replicas is not None:
@@ -361,7 +367,8 @@ class VirtualWorld:
 
     def _released(self, worker: int) -> None:
         """The server has released the worker; send it the parameters."""
-        at_s = self._links.back_s(self.now_s, not self._turns or worker in self._asked)
+        loaded = not self._turns or worker in self._asked
+        at_s = self.links.back_s(worker, self.now_s, loaded, self._version)
         if self._on_its_own.number(worker) is not None:
             if self._on_its_own.answered(worker, at_s):
                 self._take(worker)
@@ -429,12 +436,12 @@ class VirtualWorld:
         end_s = begin_s + work_s
         if worker in self._finish:
             end_s = self._finish[worker](begin_s, work_s)
-        loaded_s = 0.0 if self._varies else self._links.loaded_s  # else counted when it pushes
+        loaded_s = 0.0 if self._varies else self.links.loaded_s  # else counted when it pushes
         self.network_s += begin_s - self.now_s + loaded_s
         if self._interrupts:
             self._read[worker] = self._version
         number = self._doing[worker] = self._doing[worker] + 1
-        at_s = end_s + self._links.loaded_s if self._direct else end_s
+        at_s = end_s + self.links.loaded_s if self._direct else end_s
         heapq.heappush(self._due, (at_s, worker, number, push))
 
     def _end_mini_batch(self, worker: int, push: Push) -> None:
@@ -454,22 +461,21 @@ class VirtualWorld:
         """At ``at_s`` the worker sends a message; a new activity begins."""
         if (number := self._on_its_own.number(worker)) is None:
             number = self._doing[worker] = self._doing[worker] + 1
-        way_s = self._links.latency_s
+        way_s = self.links.latency_s(worker)
         if isinstance(said, Push):
-            way_s = self._loads_s(said)[0]
+            way_s = self.links.own_s(self._bytes_of(said))
             self.network_s += way_s * self._varies
         heapq.heappush(self._due, (at_s + way_s, worker, number, MessageArrival(said)))
 
-    def _loads_s(self, push: Push) -> tuple[float, float]:
-        """Time of a push on the worker's link, and on the server's."""
+    def _bytes_of(self, push: Push) -> int:
         if self._replicas is None or not self._varies:
-            return self._links.loaded_s, self._links.passing_s
-        return self._links.loads_s(self._replicas.bytes_of(push))
+            return self._under.network.size_bytes
+        return self._replicas.bytes_of(push)
 
     def _arrive(self, worker: int, said: Push | Begin | Gather) -> None:
         """A message has passed the worker's link; it may queue for the server's link."""
         if isinstance(said, Push):
-            through_s = self._links.enters_s(worker, self.now_s, self._loads_s(said)[1])
+            through_s = self.links.enters_s(worker, self.now_s, self._bytes_of(said))
             if through_s is not None:
                 self.network_s += through_s - self.now_s
                 number = self._on_its_own.number(worker) or self._doing[worker]
@@ -557,7 +563,7 @@ class VirtualWorld:
             self.interrupted += 1
             self._doing[worker] += 1
             del self._read[worker]
-            self._links.forget(worker)
+            self.links.forget(worker)
             self._on(Admitted(worker))
             if self._timeline is not None:
                 self._timeline.interrupted(worker, self.now_s)
