@@ -96,7 +96,7 @@ def _replay(record: Record, anyway: bool) -> None:
     report = replay(record, anyway)
     for error in report.errors:
         print(f"raised   {type(error).__name__}: {error} (as in the run)")
-    several = f" on {n} hosts" if (n := 1 + max(record.hosts)) > 1 else ""
+    several = f" on {n} hosts" if (n := record.n_hosts) > 1 else ""
     workers = f"{record.n_workers} workers{several}"
     print(f"record   {record.path}, {workers}, {record.header['policy']}")
     print(f"events   {report.events} of {len(record.cells)}")

@@ -119,8 +119,8 @@ def rebuilt(
     try:
         cfg: DictConfig = OmegaConf.create(with_present_targets(placed(content, folder)))
         cfg.trainer.enable_progress_bar, cfg.ckpt = False, _checkpoint(told)
-        if (n_hosts := 1 + max(record.hosts)) > 1:
-            _on_one_host(cfg, n_hosts)
+        if record.n_hosts > 1:
+            _on_one_host(cfg, record.n_hosts)
         cfg.strategy.record, cfg.profile, cfg.advice = None, False, False
         cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
         change(cfg)

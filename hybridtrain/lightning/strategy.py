@@ -238,9 +238,10 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             if self._back is not None:
                 self._back.catch_up()
             trainer = self._session.trainer
-            if self.place.n_hosts > 1 and self._back is None:
+            again = 1 if self.recording is None else self.recording.n_hosts  # in a replay
+            if (n_hosts := max(again, self.place.n_hosts)) > 1 and self._back is None:
                 plans = [sampler.plan for sampler in self._loaders.samplers]
-                compare_workers(self.client, trainer, plans)
+                compare_workers(self.client, trainer, plans, n_hosts)
             self._session.install()
             if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)

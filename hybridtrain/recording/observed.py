@@ -76,7 +76,7 @@ def observe(run: Path) -> Observed:
         update_s=_update_s(pushes, len(times)),
         mini_batches=min(len(pushes), MOST_PUSHES),
         strategy=record.header["about"].get("config", {}).get("strategy", {}),
-        hosts=1 + max(record.hosts),
+        hosts=record.n_hosts,
         size_bytes=record.told.get("begin", {}).get("bytes", 0),
     )
 

@@ -115,6 +115,10 @@ class Record:
         """The host of each worker."""
         return list(self.header.get("hosts") or [0] * self.n_workers)
 
+    @property
+    def n_hosts(self) -> int:
+        return 1 + max(self.hosts)
+
     def events(self) -> Iterator[RecordEvent]:
         """All events in their order."""
         for number, cell in enumerate(self.cells):

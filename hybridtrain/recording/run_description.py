@@ -48,12 +48,14 @@ class Runner(Protocol):
 class Recording:
     """Path of the record, and plain data ``about`` the run (the command line's configuration).
 
-    ``instead``: write no record; this runs the workers, in place of processes.
+    ``instead``: write no record; this runs the workers, in place of processes. ``n_hosts``: of the
+    run that it repeats.
     """
 
     place: Path
     about: dict[str, Any] = field(default_factory=dict)
     instead: Runner | None = None
+    n_hosts: int = 1
 
     @classmethod
     def at(cls, place: Any) -> Recording | None:

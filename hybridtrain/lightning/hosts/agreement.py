@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_flatten
 
 import hybridtrain
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.options.strategy_arguments import LightningArguments
 from hybridtrain.util.option_types import hints
@@ -107,15 +106,18 @@ def compare_configuration(content: Mapping[str, Any]) -> None:
     )
 
 
-def compare_workers(client: Client, trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
+def compare_workers(
+    client: Client, trainer: Trainer, plans: Sequence[EpochPlan], n_hosts: int
+) -> None:
     """Compare what only workers know: optimizers, their loaders' plans, where training goes on.
+
+    A replay in one process compares it, too, so it says nothing of the machine.
 
     Raises:
         UserError: if those of two hosts differ.
     """
-    place = context_of(trainer).place
     mine = {
-        "name": f"host {place.host} ({socket.gethostname()})",
+        "name": f"host {client.worker // (client.n_workers // n_hosts)}",
         "optimizers": {
             f"{name} of optimizer {number}": described(value)
             for number, optimizer in enumerate(trainer.optimizers)
@@ -129,10 +131,9 @@ def compare_workers(client: Client, trainer: Trainer, plans: Sequence[EpochPlan]
         "progress": {"global_step": trainer.global_step},
     }
     first, *others = client.gather("what hosts train", mine)
-    if reason := next(
-        filter(None, (differences(first, each, "on host 0") for each in others)), None
-    ):
-        raise UserError(f"the hosts do not fit: {reason}")
+    for other in others:
+        if (reason := differences(first, other, "on host 0")) is not None:
+            raise UserError(f"the hosts do not fit: {reason}")
 
 
 def differences(

@@ -97,7 +97,7 @@ class InProcessRunner(Generic[T]):
         """
         context = context_of(trainer)
         former = context.recording
-        context.recording = Recording(self.record.path, instead=self)
+        context.recording = Recording(self.record.path, {}, self, self.record.n_hosts)
         try:
             trainer.fit(module, **options)
         finally:

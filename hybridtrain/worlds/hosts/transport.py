@@ -254,7 +254,7 @@ class HostConnection:
                 self._say(GOODBYE, 0)
             self._closed = True
             self._changed.notify_all()
-        moved = -1
+        moved = -1.0
         while self._main.is_alive() and moved < self.stats()["sent"]:
             moved = self.stats()["sent"]
             self._main.join(_LAST_S)  # it ends when the other side has heard the goodbye
@@ -332,7 +332,7 @@ class HostConnection:
 
     def _take_the_rest(self) -> None:
         """Wait for rows of the messages that have arrived, until none has moved for a second."""
-        moved = -1
+        moved = -1.0
         while not self._nothing_comes() and moved < self._n_rows_arrived:
             moved = self._n_rows_arrived
             self._changed.wait_for(self._nothing_comes, _LAST_S)

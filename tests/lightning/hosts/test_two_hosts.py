@@ -413,7 +413,7 @@ class Predicts(Net):
 @pytest.mark.parametrize(
     ("own", "named"),
     [
-        ("SAMPLES", r"samples of loader 0 is 40 on host 1 \(.* and 64 on host 0; give"),
+        ("SAMPLES", r"samples of loader 0 is 40 on host 1 and 64 on host 0; give"),
         ("BATCH", r"batch sizes of loader 0 is \[2, 2\] on host 1 .* and \[4, 4\] on host 0"),
         ("RATE", r"lr of optimizer 0 is 0.5 on host 1 .* and 0.01 on host 0; configure"),
         ("CKPT", r"global_step is 0 on host 1 .* and \d+ on host 0; put the checkpoint"),
