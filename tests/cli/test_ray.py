@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridtrain import ray as engine
 from tests.cli.conftest import summary
-from tests.cli.tiny import TinyModule
+from tests.cli.tiny import N, TinyModule
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0
@@ -33,7 +33,8 @@ class OnHost1(TinyModule):
         self.folder, self.how = Path(folder), how
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if os.environ["NODE_RANK"] == "1" and self.global_step == 3:
+        again = (self.folder / "actor").exists()
+        if os.environ["NODE_RANK"] == "1" and self.global_step == 3 and not again:
             (self.folder / "actor").write_text(str(_parent(os.getppid())))
             if self.how == "raise":
                 raise RuntimeError("this module fails on purpose")
@@ -256,6 +257,15 @@ def test_a_lost_actor_is_a_lost_host(cluster: str, tmp_path: Path) -> None:
         "hybridtrain: host 1 of 2, [0-9.]+, is lost with its node, or Ray's actor", said
     )
     assert "is lost with host 1" in said
+    assert_nothing_is_left()
+
+
+@marked
+def test_a_lost_host_comes_back(cluster: str, tmp_path: Path) -> None:
+    status, said = ended(started(cluster, tmp_path, "strategy.on_failure=restart", how="lose"))
+    assert status == 0, said
+    assert said.count("host 1 of 2: 1 worker, relay to ") == 2 and "is lost with its node" in said
+    assert summary(tmp_path / "run")["samples"] == 2 * N
     assert_nothing_is_left()
 
 
