@@ -100,6 +100,7 @@ class OtherHost:
         self._replies: list[tuple[int, Reply]] = []
         self._spans: list[Span] = []
         self._masters: _Masters | None = None
+        self._shares = False  # it knows the memory of this run
         self._past: dict[str, float] = dict.fromkeys(_THERE, 0)  # of connections that are lost
 
     def stats(self) -> dict[str, float]:
@@ -112,7 +113,7 @@ class OtherHost:
         self.connection, self.lost = connection, ""
         self.name = f"host {self.number} ({connection.about.get('name', 'no name')})"
         self._fresh, self._begun, self._replies, self._spans = True, False, [], []
-        self._masters = None  # it has none yet
+        self._masters, self._shares = None, False  # it has none yet
 
     # ---- the beginning --------------------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class OtherHost:
         self._server, self._fresh, self._begun = server, True, False
         self.workers = {each: RemoteWorker(each, self, gone=True) for each in self.numbers}
         self._replies, self._spans, self._masters = [], [], None
+        self._shares = False
 
     def start(
         self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
@@ -207,9 +209,12 @@ class OtherHost:
                 self.connection.attach(store.arena.memory, written_by(store, self.numbers))
                 if self._masters is None and not store.private_parameters:
                     self._masters = _Masters(self.connection, store)
-            else:
+                self._shares = True
+            elif self._shares:
                 self._spans += _spans_behind(reply, number, store, server.training)
         self._replies.append((number, reply))
+        if isinstance(reply, Shared):
+            self.flush()  # rows cannot arrive before there is memory for them
 
     def flush(self) -> None:
         """Send the replies of this turn."""
