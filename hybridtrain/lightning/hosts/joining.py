@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -218,6 +219,24 @@ def joined(
 
 
 @contextmanager
+def _news(text: str) -> Iterator[None]:
+    """Say it again and again until the context ends."""
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(_NEWS_S):
+            to_stderr(text)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def reached(
     place: Place, path: str | Path | None, about: Mapping[str, Any], patience_s: float = PATIENCE_S
 ) -> Iterator[HostConnection]:
@@ -230,8 +249,9 @@ def reached(
     Raises:
         UserError: if host 0 does not come, or does not fit.
     """
-    meeting = take_key(place, path, patience_s)
-    connection = dial(meeting.address, meeting.port, meeting.key, place.host, about, patience_s)
+    with _news(f"host {place.host} waits for host 0 at {place.address}, port {place.port}"):
+        meeting = take_key(place, path, patience_s)
+        connection = dial(meeting.address, meeting.port, meeting.key, place.host, about, patience_s)
     try:
         if (reason := differences(about, connection.about)) is not None:
             raise UserError(f"host 0 does not fit: {reason}")

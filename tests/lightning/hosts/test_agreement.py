@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hybridtrain.lightning.hosts.agreement import (
 )
 from hybridtrain.lightning.hosts.cluster import Meeting
 from hybridtrain.policies.basic import WaitForAll
+from hybridtrain.util.host_place import Place
 from tests.lightning.toys import make_trainer
 
 
@@ -152,3 +154,24 @@ def test_a_script_that_was_generated_on_each_host_is_not_compared(
         monkeypatch.setattr(sys.modules["__main__"], "__file__", script, raising=False)
         found[folder] = list(agreement._code_of())
     assert found == {"tmpk3x": [], "mine": ["train.py"]}
+
+
+def test_another_host_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said, before = threading.Event(), joining.to_stderr
+    monkeypatch.setattr(joining, "_NEWS_S", 0.01)
+    monkeypatch.setattr(joining, "to_stderr", lambda text: (before(text), said.set()))
+    monkeypatch.setattr(joining, "take_key", lambda *_: Meeting(Mock(), "far", 1))
+    connection = Mock(about={})
+
+    def dialled(*_: Any) -> Any:
+        assert said.wait(60)
+        return connection
+
+    monkeypatch.setattr(joining, "dial", dialled)
+    place = Place(host=1, n_hosts=2, address="far", port=7)
+    with joining.reached(place, None, {}):
+        n_threads = threading.active_count()
+    assert "host 1 waits for host 0 at far, port 7" in capfd.readouterr().err
+    assert n_threads == threading.active_count()
