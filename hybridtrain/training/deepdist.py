@@ -39,8 +39,9 @@ class DeepDist(Closed):
         workers: how many processes compute; ``None``: as many as there are cores.
         min_updates: so many updates are made before workers read the model anew.
         max_updates: no more workers than that have read the model, and not handed an update over.
-        **options: as for :class:`hybridtrain.Server`; ``update`` is the optimizer that steps the
-            model, where there is no ``descent``.
+
+    Other options are those of :class:`hybridtrain.Server`; ``update`` is the optimizer that steps
+    the model, where there is no ``descent``.
 
     Raises:
         UserError: if the model or an option is not allowed.

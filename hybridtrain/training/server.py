@@ -69,10 +69,10 @@ class Server(Scheme, Closed):
             (``local_sgd``) each worker's: a name of ``torch.optim``, a mapping with its name and
             arguments, or a function that makes one for a list of parameters. If it is left out,
             ``update`` is taken, where that is an optimizer.
-        **options: ``exchange``, ``update``, ``correction``, ``start_method``,
-            ``threads_per_worker``, ``stop_grace_s``, ``on_nonfinite``, ``on_failure``,
-            ``min_workers``, ``hang_timeout_s`` and ``record``, as for
-            :class:`hybridtrain.HybridStrategy`.
+
+    Options ``exchange``, ``update``, ``correction``, ``start_method``, ``threads_per_worker``,
+    ``stop_grace_s``, ``on_nonfinite``, ``on_failure``, ``min_workers``, ``hang_timeout_s`` and
+    ``record`` mean what they mean for :class:`hybridtrain.HybridStrategy`.
 
     Raises:
         UserError: if the model, an option or a name is not allowed, naming it.

@@ -17,6 +17,7 @@ from hybridtrain.options.strategy_arguments import (
     DEFAULTS,
     OPTIONS,
     LightningArguments,
+    SchemeArguments,
     StrategyArguments,
 )
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
@@ -108,3 +109,7 @@ def test_a_misplaced_or_misspelt_option_names_the_right_one(
 ) -> None:
     with pytest.raises(UserError, match=meant):
         HybridStrategy(**given)
+
+
+def test_options_without_lightning_are_options_of_the_strategy() -> None:
+    assert hints(SchemeArguments).items() <= hints(StrategyArguments).items()
