@@ -414,8 +414,8 @@ class Predicts(Net):
     ("own", "named"),
     [
         ("SAMPLES", r"samples of loader 0 is 40 on host 1 and 64 on host 0; give"),
-        ("BATCH", r"batch sizes of loader 0 is \[2, 2\] on host 1 .* and \[4, 4\] on host 0"),
-        ("RATE", r"lr of optimizer 0 is 0.5 on host 1 .* and 0.01 on host 0; configure"),
+        ("BATCH", r"batch sizes of loader 0 is \[2, 2\] on host 1 and \[4, 4\] on host 0"),
+        ("RATE", r"lr of optimizer 0 is 0.5 on host 1 and 0.01 on host 0; configure"),
     ],
 )
 def test_hosts_with_other_data_or_rates_are_told_apart(
