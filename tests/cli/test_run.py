@@ -29,6 +29,7 @@ KEYS = {
         "unsaved",
         "resumed",
         "handed_over",
+        "hosts",
         "device_memory",
         "total",
         "awaited_share",

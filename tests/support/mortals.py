@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.lightning.step import in_place
 from hybridtrain.memory import Arena, Layout
 from hybridtrain.policies.registry import make_policy
 from hybridtrain.protocol import locked_steps, shared_round
 from hybridtrain.protocol.events import Completed, Looked, Received, Removed, Restarted
 from hybridtrain.server.server import Server
+from hybridtrain.training.step import in_place
 from hybridtrain.updates.flat import lent_state
 from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.kernels.kernel import Kernel

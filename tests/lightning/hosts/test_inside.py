@@ -233,7 +233,7 @@ def test_one_row_per_host_and_movement_travels(tmp_path: Path) -> None:
     together = two_hosts(tmp_path / "a", inside="hybrid", **options)
     alone = two_hosts(tmp_path / "b", **options)
     row = 8 * sum(value.numel() for value in together["weights"].values())
-    (one,), (two,) = together["hosts"], alone["hosts"]
+    (one, _), (two, _) = together["hosts"], alone["hosts"]
     assert together["updates"] == alone["updates"] == 1
     assert two["received"] - one["received"] == pytest.approx(row, rel=0.2)
 
