@@ -243,6 +243,7 @@ class HostProcesses:
             out = os.open(self.folder / f"said{host}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for number in (1, 2):
                 os.dup2(out, number)
+            sys.stdout = sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
             os.environ |= {"NODE_RANK": str(host), "MASTER_ADDR": HOME}
             os.environ["MASTER_PORT"] = str(self._ports[host])
             torch.set_num_threads(1)

@@ -73,7 +73,6 @@ def about_this_host(
     model = arguments.get("model") or trainer.lightning_module
     return {
         **about_this_process(),
-        "name": f"host {strategy.node_rank} ({socket.gethostname()})",
         "num_nodes": strategy.num_nodes,
         "workers": len(strategy.parallel_devices or [None]) * strategy.workers_per_device,
         "options": {name: described(value) for name, value in options.items()},
