@@ -65,22 +65,9 @@ class SchemeArguments(TypedDict, total=False):
     record: str | Path | None
 
 
-class StrategyArguments(LightningArguments, total=False):
+class StrategyArguments(LightningArguments, SchemeArguments, total=False):
     """Options of :class:`hybridtrain.HybridStrategy` besides the policy; it says what each does."""
 
-    # Those of SchemeArguments, again: the reference does not show inherited ones.
-    exchange: Named | None
-    update: Named | None
-    correction: Named | None
-    start_method: Literal["auto", "fork", "spawn", "forkserver"]
-    threads_per_worker: Threads | Literal["auto"]
-    stop_grace_s: NotNegative
-    on_nonfinite: Literal["auto", "raise", "drop", "skip_step"]
-    on_failure: Literal["stop", "continue", "restart"]
-    min_workers: Workers
-    max_restarts: Natural | None
-    hang_timeout_s: Above0 | Literal["auto"] | None
-    record: str | Path | None
     inside: Named | None
     workers_per_device: Workers
     device_memory_fraction: Annotated[float, Range(0, 1, "(")] | None

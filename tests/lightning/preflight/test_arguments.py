@@ -17,7 +17,6 @@ from hybridtrain.options.strategy_arguments import (
     DEFAULTS,
     OPTIONS,
     LightningArguments,
-    SchemeArguments,
     StrategyArguments,
 )
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
@@ -109,7 +108,3 @@ def test_a_misplaced_or_misspelt_option_names_the_right_one(
 ) -> None:
     with pytest.raises(UserError, match=meant):
         HybridStrategy(**given)
-
-
-def test_options_without_lightning_are_options_of_the_strategy() -> None:
-    assert hints(SchemeArguments).items() <= hints(StrategyArguments).items()
