@@ -1,4 +1,4 @@
-"""What do this machine, the hosts of a run and the network between them offer?
+"""Check this machine, the hosts of a run and the network between them before the run.
 
     python -m hybridtrain.doctor [KEY=VALUE ...] [wait_s=60] [json=true]
     torchrun --nnodes 2 --nproc-per-node 1 ... -m hybridtrain.doctor trainer.num_nodes=2
@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,16 +36,17 @@ from hybridtrain.lightning.hosts.agreement import (
     compare_configuration,
     differences,
 )
-from hybridtrain.lightning.hosts.cluster import check_key_is_reachable, key_of
+from hybridtrain.lightning.hosts.cluster import check_key_is_reachable
 from hybridtrain.lightning.hosts.joining import gathered, reached
 from hybridtrain.memory.limits import available_bytes, container_cores, gpus, shared_memory_bytes
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.training.scheme import usable_cores
-from hybridtrain.util.arguments import command, options, value_of
+from hybridtrain.util.arguments import command, split_options
 from hybridtrain.util.host_place import Place, place_by_variables
 from hybridtrain.util.option_types import Above0, check
 from hybridtrain.util.versions import check_versions
 from hybridtrain.worlds.hosts.connection import HostConnection, HostLost
+from hybridtrain.worlds.hosts.key import Key
 from hybridtrain.worlds.hosts.probe import answer, measure
 from hybridtrain.worlds.local.signals import Interrupted
 
@@ -55,7 +57,7 @@ _ROW = 40 * _MB  # bytes of 10 million parameters
 
 
 class Finding(NamedTuple):
-    """What a host has of one thing, and what to do."""
+    """One line: ``what`` was looked at on ``host``, the state that was ``found``, and advice."""
 
     host: int
     what: str
@@ -65,7 +67,7 @@ class Finding(NamedTuple):
 
 
 def _finding(host: int, what: str, found: str, advice: str = "", is_bad: bool = False) -> Finding:
-    """Where there is advice, it is a note, or bad."""
+    """A finding; with advice it is a note, or bad."""
     return Finding(host, what, ("bad" if is_bad else "note") if advice else "ok", found, advice)
 
 
@@ -107,7 +109,7 @@ def _is_well(found: Sequence[Finding]) -> bool:
 
 
 def machine(config: DictConfig, host: int) -> list[Finding]:
-    """What this machine has, beside what the configuration asks for."""
+    """The findings of this machine: versions, cores, memory, GPUs, as the configuration needs."""
     accelerator, devices = config.trainer.accelerator, config.trainer.devices
     n_workers = devices if type(devices) is int and devices > 0 else 1
     n_workers *= config.strategy.get("workers_per_device", 1)
@@ -168,13 +170,13 @@ def _gpus(host: int, accelerator: str) -> Finding:
 
 
 def _key(place: Place, path: str | None) -> Finding:
-    found, advice = f"from {path}" if path else "from a file in the temporary directory", ""
+    found, advice = f"from {path}" if path else "from host 0's process, over a Unix socket", ""
     if place.store_port and not path:
         found = "through torchrun's store, where whoever reaches it can read it"
     try:
         check_key_is_reachable(place, path)
-        if path or place.host == 0:
-            key_of(place, path)
+        if path:
+            Key.read(Path(path))
     except UserError as error:
         found, advice = "none", str(error)
     return _finding(place.host, "key", found, advice, is_bad=True)
@@ -236,11 +238,10 @@ def _told(
 
 def run(arguments: Sequence[str]) -> int:
     """Print what is found; 1 if something is bad."""
-    own = [each for each in arguments if each.partition("=")[0] in OPTIONS]
-    given: dict[str, Any] = {name: value_of(x) for name, x in options(own, OPTIONS).items()}
+    given, keys = split_options(arguments, OPTIONS)
     wait_s = given.get("wait_s", 60.0)
     check("wait_s", wait_s, Above0)
-    overrides = complete_overrides([each for each in arguments if each not in own])
+    overrides = complete_overrides(keys)
 
     def body() -> CommandOutcome:
         config = compose_config(overrides)

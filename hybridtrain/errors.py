@@ -1,4 +1,4 @@
-"""The one exception a user is meant to read."""
+"""The exceptions whose message is all that a user needs."""
 
 from __future__ import annotations
 
@@ -8,4 +8,11 @@ class UserError(ValueError):
 
     The command line prints it as a single line and exits with status 2; from Python it is an
     ordinary ``ValueError``.
+    """
+
+
+class Lost(RuntimeError):
+    """A process or host of the run has ended by itself; a traceback of this one says nothing more.
+
+    The command line prints it as a single line and exits with status 1.
     """

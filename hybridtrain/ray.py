@@ -34,7 +34,7 @@ from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.util.anonymous_files import anonymous_descriptor
-from hybridtrain.util.arguments import command, options, value_of
+from hybridtrain.util.arguments import command, split_options
 from hybridtrain.util.option_types import NotNegative, check
 from hybridtrain.worlds.hosts.key import Key
 from hybridtrain.worlds.hosts.sockets import free_port
@@ -53,7 +53,7 @@ runpy.run_module("hybridtrain", run_name="__main__", alter_sys=True)"""
 
 
 class Node(NamedTuple):
-    """Where an actor is: the node's id and address, and a port that is free there."""
+    """The node of an actor: its id and address, and a free port."""
 
     identity: str
     address: str
@@ -70,7 +70,7 @@ class HostProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def node(self) -> Node:
-        """Where this is."""
+        """The node of this actor."""
         import ray
 
         context = ray.get_runtime_context()
@@ -83,7 +83,7 @@ class HostProcess:
 
         The key lies in a file of mode 0600 that has no name, and that only the process inherits.
         """
-        given, fds = list(arguments), [anonymous_descriptor() for _ in "k" if key]
+        given, fds = list(arguments), [anonymous_descriptor()] if key else []
         for fd in fds:
             os.write(fd, key)
             given.append(f"strategy.hosts_key=/proc/self/fd/{fd}")
@@ -255,7 +255,7 @@ def _connect(ray: Any) -> None:
 def _wanted(
     config: DictConfig, there: Mapping[str, float], cpus: float | None, gpus: float | None
 ) -> dict[str, float]:
-    """What Ray reserves on each node."""
+    """The cores and GPUs that Ray reserves on each node."""
     devices = config.trainer.devices
     if type(devices) is not int or devices < 1:
         raise UserError(
@@ -270,11 +270,9 @@ def _wanted(
 
 def run(arguments: Sequence[str]) -> int:
     """Train; the exit status of host 0."""
-    own = [each for each in arguments if each.partition("=")[0] in OPTIONS]
-    given: dict[str, Any] = {name: value_of(x) for name, x in options(own, OPTIONS).items()}
+    given, rest = split_options(arguments, OPTIONS)
     for name, value in given.items():
         check(name, value, NotNegative)
-    rest = [each for each in arguments if each not in own]
     return guarded(lambda: CommandOutcome(exit=train(rest, **given)), rest).exit
 
 

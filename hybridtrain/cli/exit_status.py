@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hybridtrain.cli.explain import explain
+from hybridtrain.errors import Lost
 from hybridtrain.monitoring.watchdog import to_stderr
 
 FAILED, BAD_INPUT = 1, 2
-# Errors that say all there is to say, by name: what has raised them ended elsewhere.
-LOST = ("WorkerDied", "ServerLost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def printed(text: str, outcome: CommandOutcome) -> CommandOutcome:
 
 def _failure(error: BaseException, overrides: list[str]) -> CommandOutcome:
     line, code = explain(error, overrides), BAD_INPUT
-    if line is None and type(error).__name__ in LOST:
+    if line is None and isinstance(error, Lost):
         line, code = " ".join(str(error).split()), FAILED
     if line is None or os.environ.get("HYBRIDTRAIN_DEBUG") == "1":
         traceback.print_exc()

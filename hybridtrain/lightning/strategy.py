@@ -168,7 +168,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
 
     @property
     def inside(self) -> Inside | None:
-        """What the workers of one host do together, if they are several."""
+        """The scheme within a host (``strategy.inside``), if it has several workers."""
         if self._inside is None or self.local_workers == 1:
             return None
         return Inside(self.local_workers, self._inside.every)

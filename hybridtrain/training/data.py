@@ -60,7 +60,7 @@ class Data:
 
 
 def as_data(given: Any) -> Data:
-    """What was given, unless it is that already."""
+    """Make :class:`Data` of what was given; data that are made already stay."""
     return given if isinstance(given, Data) else Data(given)
 
 

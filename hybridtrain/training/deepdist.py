@@ -1,7 +1,7 @@
 """DeepDist: ``gradient`` in workers, ``descent`` in the server (Neumann 2014).
 
-Where the data come from is :class:`~hybridtrain.training.data.Data`'s part alone, and which process
-computes a partition is the server's: partitions of another system would come in there.
+:class:`~hybridtrain.training.data.Data` takes partitions from the data, and the server deals them
+to workers; another source of partitions would replace the former.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class DeepDist(Closed):
 
     @property
     def model(self) -> Any:
-        """What was given, with the result of the last training."""
+        """The user's model, with the result of the last training."""
         return self._given.given if self._server is None else self._server.model
 
     def stats(self) -> dict[str, Any]:
-        """Of the last training; see :meth:`hybridtrain.Server.stats`."""
+        """The figures of the last training; see :meth:`hybridtrain.Server.stats`."""
         return {} if self._server is None else self._server.stats()
 
     def train(

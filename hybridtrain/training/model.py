@@ -1,4 +1,4 @@
-"""What is trained: an array, a tensor, a dict of them, or a module; as named torch parameters."""
+"""The model of a run, an array, a tensor, a dict of them or a module, as named parameters."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Closed:
 
 
 class Scheme:
-    """What a strategy is, besides a model and its data.
+    """The parts of a strategy; a model and data are added by a run.
 
     ``policy``, ``exchange``, ``update``, ``correction``: its parts. ``requirements``: what policy
     and exchange rely on, once the number of workers is known.
@@ -58,7 +58,7 @@ class Scheme:
 
     @property
     def inside(self) -> Inside | None:
-        """What the workers of one host do together: nothing, as a rule."""
+        """The scheme within a host; ``None``: its workers have none of their own."""
         return None
 
     def choose(self, given: StrategyArguments) -> None:
@@ -152,7 +152,7 @@ def _check_own_parameters(scheme: Scheme) -> None:
 
 
 def required(scheme: Scheme) -> Requirements:
-    """What policy and exchange rely on with so many workers.
+    """Derive the requirements of policy and exchange from the number of workers.
 
     Raises:
         UserError: if they contradict each other.

@@ -121,7 +121,7 @@ class Server(Scheme, Closed):
 
     @property
     def model(self) -> Any:
-        """What was given, with the result of the last run; during a run, copies of the masters."""
+        """The user's model, as the last run has left it; during a run, copies of the masters."""
         server = self._serving
         masters = {} if server is None else self._masters(server)
         return self._model.copies(masters) if masters else self._model.given
@@ -233,7 +233,7 @@ class Server(Scheme, Closed):
     # ---- inside ---------------------------------------------------------------------------------
 
     def _job(self, body: Body, workers: int, data: Any, how: HowToGoThrough) -> Job:
-        """What every worker gets, once all of it has been checked."""
+        """Check all arguments, and pack them for the workers."""
         check("workers", workers, Positive)
         if not callable(body):
             raise UserError(f"body={shown(body)} was given; give a function of a worker")

@@ -1,4 +1,4 @@
-"""What a worker holds while it trains: its parameters in shared memory, its remote optimizers."""
+"""A worker's session: it moves parameters to shared memory and hands steps to the server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MakeStep = Callable[[torch.optim.Optimizer, int, StepParts], WorkerStep]
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained, and what user code does with it.
+    """The parameters and optimizers of a session, and the uses that user code makes of them.
 
     Args:
         named: the parameters, those of the optimizers first and group by group.
@@ -112,7 +112,7 @@ class WorkerSession:
         self._gathered = Accumulation()
 
     def _make_guard(self, on_fault: OnFault, check: FiniteCheck, layout: Layout) -> Guard:
-        """What looks at gradients before they are handed over."""
+        """Make the guard, which checks gradients before they are handed over."""
         return Guard(on_fault, check, layout, lambda: f"worker {self._client.worker}")
 
     @property
@@ -214,7 +214,7 @@ class WorkerSession:
         return numbers
 
     def _masters_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """What steps the masters, with the state that it has when training begins."""
+        """Make the optimizer that steps the masters, with its state when training begins."""
         return self._update.beside(optimizer, self._requirements.own_state)
 
     def _is_handed_over(self) -> None:
@@ -272,7 +272,7 @@ class WorkerSession:
 
     @property
     def shows_masters(self) -> bool:
-        """Whether the module has them instead of this worker's own parameters."""
+        """Whether the module has the masters instead of this worker's own parameters."""
         return self.replica.shows_masters
 
     def put_back(self) -> None:

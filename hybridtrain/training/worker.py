@@ -60,7 +60,7 @@ class Epochs(Checked):
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker gets.
+    """The arguments of a run, as each worker gets them.
 
     ``state``: of the masters' optimizer, after ``version`` updates of former runs; ``recorded``:
     events are recorded, or replayed; ``survives``: workers go on without one that is lost.
@@ -104,7 +104,7 @@ class _Session(WorkerSession):
 
 
 class Worker:
-    """What a body sees: the model, mini-batches, and the way to hand over gradients.
+    """The argument of a body: gives it the model and mini-batches, and takes its gradients.
 
     :meth:`hybridtrain.Server.run` makes one in each process.
     """
@@ -147,12 +147,12 @@ class Worker:
 
     @property
     def number(self) -> int:
-        """Of this worker, from 0 on."""
+        """The number of this worker, from 0 on."""
         return self._client.worker
 
     @property
     def n_workers(self) -> int:
-        """How many workers the run began with."""
+        """The number of workers at the beginning of the run."""
         return self._client.n_workers
 
     @property

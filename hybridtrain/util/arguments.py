@@ -37,6 +37,15 @@ def options(
     return given
 
 
+def split_options(
+    arguments: Sequence[str], known: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Values of a command's own options, and the other arguments, which are keys of a run."""
+    own = [each for each in arguments if each.partition("=")[0] in known]
+    given = {name: value_of(text) for name, text in options(own, known).items()}
+    return given, [each for each in arguments if each not in own]
+
+
 def value_of(text: str) -> bool | float | str | None:
     """The text as a bool, number or None if it looks like one."""
     words: dict[str, bool | None] = {"true": True, "false": False, "null": None}

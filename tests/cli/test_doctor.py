@@ -218,7 +218,7 @@ def test_host_0_shows_what_all_hosts_have_and_what_is_between(tmp_path: Path) ->
     assert other.said == "hybridtrain: host 1 of 2: host 0 prints what was found here\n"
     for what in ("versions", "cores", "memory", "shared memory", "GPUs"):
         assert f"ok    host 0  {what}" in first.said and f"ok    host 1  {what}" in first.said
-    assert "ok    host 0  key            from a file in the temporary" in first.said
+    assert "ok    host 0  key            from host 0's process, over a Unix socket" in first.said
     assert "ok    host 1  agreement" in first.said
     assert "host 1  connection" in first.said and "ms there and back" in first.said
 

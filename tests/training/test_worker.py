@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -105,7 +106,10 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("strategy", "workers"), [("hybrid", 2), ("synchronous", 2), ("local_sgd", 2), ("async", 1)]
 )
-def test_a_module_comes_to_the_bits_of_the_lightning_strategy(strategy: str, workers: int) -> None:
+def test_a_module_comes_to_the_bits_of_the_lightning_strategy(
+    strategy: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # else it is that of the order of samples
     import pytorch_lightning as pl
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -261,27 +265,33 @@ def test_ctrl_c_ends_the_run_and_leaves_what_was_trained(strategy: str) -> None:
 # ---- failures, records, virtual time ------------------------------------------------------------
 
 
-def die_once(worker: Worker) -> list[int]:
-    seen = []
+def die_once(flag: Path, waits: bool, worker: Worker) -> list[int]:
+    """Worker 1 dies in its third mini-batch; if ``waits``, the others leave it as many."""
+    seen: list[int] = []
     for rows in worker.batches():
         if worker.number == 1 and len(seen) >= 16:
+            flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        while waits and worker.number != 1 and not flag.exists():
+            time.sleep(0.01)
         worker.push({"w": np.zeros(4, "f4"), "b": np.zeros((), "f4")})
         seen += rows.tolist()
     return seen
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
-def test_the_others_do_the_samples_of_a_lost_worker(strategy: str) -> None:
+def test_the_others_do_the_samples_of_a_lost_worker(strategy: str, tmp_path: Path) -> None:
     server = Server(weights(), strategy, optimizer=SGD, on_failure="continue")
-    results = server.run(die_once, workers=3, data=len(X), batch_size=8)
+    body = partial(die_once, tmp_path / "dead", strategy == "async")
+    results = server.run(body, workers=3, data=len(X), batch_size=8)
     assert results[1] is None
     assert server.stats()["samples"] == len(X)
 
 
-def test_a_lost_worker_ends_the_run_if_nothing_else_is_said() -> None:
+def test_a_lost_worker_ends_the_run_if_nothing_else_is_said(tmp_path: Path) -> None:
+    body = partial(die_once, tmp_path / "dead", False)
     with pytest.raises(WorkerDied, match="worker 1"):
-        Server(weights(), optimizer=SGD).run(die_once, workers=2, data=len(X), batch_size=8)
+        Server(weights(), optimizer=SGD).run(body, workers=2, data=len(X), batch_size=8)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "async", "ssp", "downpour"])

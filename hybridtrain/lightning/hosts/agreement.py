@@ -186,8 +186,11 @@ def _code_of(*objects: Any) -> dict[str, str]:
             files.add(inspect.getsourcefile(kind))
         except (OSError, TypeError):  # made without a file, or built in
             continue
-    paths = (Path(file) for file in sorted(filter(None, files)))
-    return {path.name: _digest([path]) for path in paths if path.is_file()}
+    digests: dict[str, str] = {}
+    for path in (Path(file) for file in sorted(filter(None, files))):
+        if path.is_file():  # several may have one name
+            digests[path.name] = digests.get(path.name, "") + _digest([path])
+    return digests
 
 
 def _model_of(module: Any) -> dict[str, str]:

@@ -56,9 +56,9 @@ def with_other_hosts(
         return train(None)
     path, about = strategy.data_options["hosts_key"], about_this_host(strategy, trainer, arguments)
     with ExitStack() as stack:
-        door = stack.enter_context(_door(place, path, about))
-        there = list(door.wait_for(strategy.min_hosts).values())
-        arrivals = door.arrivals
+        gathering = stack.enter_context(_gathering(place, path, about))
+        there = list(gathering.wait_for(strategy.min_hosts).values())
+        arrivals = gathering.arrivals
         if not strategy.hosts_come:
             stack.close()
             arrivals = list
@@ -103,26 +103,28 @@ def gathered(
         UserError: if one does not come in time, or does not fit.
         Interrupted: at a signal.
     """
-    with _door(place, path, about) as door:
-        return door.wait_for(place.n_hosts, patience_s, found)
+    with _gathering(place, path, about) as gathering:
+        return gathering.wait_for(place.n_hosts, patience_s, found)
 
 
 @contextmanager
-def _door(place: Place, path: str | Path | None, about: Mapping[str, Any]) -> Iterator[_Door]:
+def _gathering(
+    place: Place, path: str | Path | None, about: Mapping[str, Any]
+) -> Iterator[_Gathering]:
     """Let other hosts come until the context ends."""
     key = key_of(place, path)
     address = address_towards(place) if place.store_port else place.address
     listener = Listener(address, place.port, key, about)
     try:
         with handed_over(place, listener.port, key, path):
-            yield _Door(listener, place.n_hosts, about)
+            yield _Gathering(listener, place.n_hosts, about)
     finally:
         listener.close()
 
 
 @dataclass
-class _Door:
-    """Where hosts come in.
+class _Gathering:
+    """Accepts the other hosts of a run, and refuses hosts that do not fit.
 
     Args:
         listener: of host 0.

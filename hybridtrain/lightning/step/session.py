@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.core.optimizer import do_nothing_closure
 
@@ -20,7 +21,6 @@ from hybridtrain.lightning.step.gradient_guard import GradientGuard
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.saved_states import SavedStates
-from hybridtrain.lightning.step.written_by_module import NoOptimizer, writes_itself
 from hybridtrain.memory import Layout, unpack
 from hybridtrain.protocol.messages import Average, Averaged, Row
 from hybridtrain.training.session import Trained, WorkerSession
@@ -312,3 +312,33 @@ class Session(WorkerSession):
             parameter.grad = None
         self._gathered.clear()
         return loss.detach()
+
+
+# ---- a module that steps its parameters itself, without an optimizer -----------------------------
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """Stands for the module, which steps its trainable parameters itself."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__([p for p in module.parameters() if p.requires_grad], {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Nothing."""
+
+
+def writes_itself(
+    module: LightningModule, optimizers: Iterable[torch.optim.Optimizer], shared: bool
+) -> bool:
+    """Whether the module steps its parameters without an optimizer, which all ``shared``."""
+    given = any(optimizer.param_groups for optimizer in optimizers)  # Lightning's stand-in has none
+    if given or module.automatic_optimization:
+        return False
+    if not shared:
+        name = type(module).__name__
+        rank_zero_warn(
+            f"{name} has no optimizer under this strategy: what it writes to its parameters is "
+            "each worker's own, and worker 0's is kept; use strategy=hogwild to share them, or "
+            "return an optimizer from configure_optimizers"
+        )
+    return shared

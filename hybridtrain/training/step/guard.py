@@ -1,4 +1,4 @@
-"""What happens to a gradient that is not finite.
+"""The guard: leaves out, or refuses, a gradient that is not finite.
 
 Under all-reduce one such gradient is everybody's at once. Here each contribution is checked before
 it is handed over, so that the user can choose: end the run and say whose fault it was (``raise``),
@@ -102,7 +102,7 @@ class Guard:
         return False
 
     def pop_fault(self) -> str:
-        """What the server has not heard of yet, if anything."""
+        """Take the fault that has not been reported to the server yet; empty: there is none."""
         fault, self.fault = self.fault, ""
         return fault
 
@@ -123,7 +123,7 @@ class Guard:
 
 
 def sample_ids(batch: Any) -> str | None:
-    """What the mini-batch says about which samples it holds, shortened, or ``None``."""
+    """The ids of the samples that a mini-batch carries, shortened; ``None``: it carries none."""
     fields = batch if isinstance(batch, dict) else getattr(batch, "__dict__", {})
     if hasattr(batch, "_asdict"):
         fields = batch._asdict()

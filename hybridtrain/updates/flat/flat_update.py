@@ -40,6 +40,7 @@ from hybridtrain.updates.flat.chunks import (
     NormPiece,
     StepCountGroup,
     StepCountGroups,
+    Undo,
     make_plan,
     merge,
     pieces,
@@ -47,7 +48,6 @@ from hybridtrain.updates.flat.chunks import (
     scalar,
     total,
 )
-from hybridtrain.updates.flat.undo import Undo
 from hybridtrain.updates.groups import Groups, members_of, plain, slowed
 from hybridtrain.updates.kernels import Figures, Kernel, StepChunk, scalar_dtype
 from hybridtrain.updates.thread_pool import Pool

@@ -104,7 +104,7 @@ class OtherHost:
         self._past: dict[str, float] = dict.fromkeys(_THERE, 0)  # of connections that are lost
 
     def stats(self) -> dict[str, float]:
-        """What this host has sent to it and received, over all its connections."""
+        """Bytes and seconds of what this host has sent to the other and received, in all."""
         now = {} if self.lost else self.connection.stats()
         return {name: past + now.get(name, 0) for name, past in self._past.items()}
 
@@ -458,7 +458,7 @@ class Hosts:
             connection.close()
 
     def stats(self) -> list[dict[str, float]]:
-        """Of each host, this one first: ``sent`` and ``received`` bytes, and the seconds of each.
+        """The traffic of each host, this one first: ``sent`` and ``received`` bytes, and seconds.
 
         All is measured here, so what another host has sent is what has arrived.
         """

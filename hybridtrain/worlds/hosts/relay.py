@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hybridtrain.errors import Lost
 from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Store
 from hybridtrain.monitoring.watchdog import Watchdog
@@ -58,7 +59,7 @@ _POLL_S = 1.0
 _PIECE = 1 << 18  # elements
 
 
-class ServerLost(RuntimeError):
+class ServerLost(Lost):
     """The host with the server is lost."""
 
 

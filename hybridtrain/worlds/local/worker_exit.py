@@ -8,6 +8,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
+from hybridtrain.errors import Lost
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -60,7 +62,7 @@ class WorkerError(RuntimeError):
     """A worker failed, and its exception cannot be raised here."""
 
 
-class WorkerDied(WorkerError):
+class WorkerDied(WorkerError, Lost):
     """A worker process ended without a report (killed, out of memory, crashed).
 
     ``counts``: not together with another one of its host, which was lost.

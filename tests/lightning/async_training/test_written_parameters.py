@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning.step.written_by_module import writes_itself
+from hybridtrain.lightning.step.session import writes_itself
 from hybridtrain.memory import Store
 from tests.lightning.toys import distance, fit
 from tests.support.ends import first

@@ -1,0 +1,1 @@
+"""The configuration of the documentation site, and an extension for its reference."""
