@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from tests.lightning.hosts.test_two_hosts import Slowly, kill_when_training
+from tests.lightning.toys import make_trainer
 from tests.picking import by_default
 from tests.support.several_hosts import Host, run_hosts
 
@@ -92,18 +93,13 @@ def train(
     if saves_every is not None:
         name = {"filename": "{step}", "save_top_k": -1, "every_n_train_steps": saves_every}
         extra.append(ModelCheckpoint(dirpath="saved", **name))
-    made = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
+    made = make_trainer(
+        strategy,
+        devices,
         num_nodes=n_hosts,
         max_epochs=epochs,
         callbacks=extra,
-        logger=False,
         enable_checkpointing=saves_every is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
         **(trainer or {}),
     )
     known: Any = data(samples)

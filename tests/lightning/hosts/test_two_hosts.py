@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.worlds.hosts import transport
+from tests.lightning.toys import make_trainer
 from tests.picking import by_default
 from tests.support.several_hosts import Host, Pids, run_hosts
 
@@ -99,19 +100,13 @@ def train(
     """What is left of a training."""
     pl.seed_everything(7, verbose=False)
     module, strategy = make(), HybridStrategy(policy, **options)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
+    trainer = make_trainer(
+        strategy,
+        devices,
         num_nodes=n_hosts,
         max_epochs=epochs,
         gradient_clip_val=clips,
         callbacks=[make() for make in callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
     )
     trainer.fit(module, data(), data(), ckpt_path=ckpt, weights_only=False)
     if saves:
@@ -385,18 +380,8 @@ def test_hogwild_is_refused_between_hosts(tmp_path: Path) -> None:
 
 def test_each_host_gets_the_predictions_of_all_workers(tmp_path: Path) -> None:
     def predictions(n_hosts: int = 2, devices: int = 1) -> Any:
-        strategy: Any = HybridStrategy()
-        trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=devices,
-            num_nodes=n_hosts,
-            logger=False,
-            enable_progress_bar=False,
-        )
-        return trainer.predict(Predicts(), data())
+        return make_trainer("hybrid", devices, num_nodes=n_hosts).predict(Predicts(), data())
 
-    pl.seed_everything(1)
     hosts = run_hosts(tmp_path, predictions)
     assert [host.status for host in hosts] == [0, 0], [host.said[-2000:] for host in hosts]
     wanted = torch.cat(predictions(1, 2))
@@ -425,16 +410,7 @@ def test_hosts_with_other_data_or_rates_are_told_apart(
         host = int(os.environ["NODE_RANK"])
         n = 40 if own == "SAMPLES" and host else SAMPLES
         pl.seed_everything(1)
-        trainer = pl.Trainer(
-            strategy=policy,
-            accelerator="cpu",
-            devices=1,
-            num_nodes=2,
-            logger=False,
-            max_epochs=2,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-        )
+        trainer = make_trainer(policy, 1, num_nodes=2, max_epochs=2)
         size = 2 if own == "BATCH" and host else 4
         trainer.fit(
             Net(0.5 if own == "RATE" and host else 0.01),
