@@ -140,6 +140,7 @@ class Push:
     - ``loss``: of the evaluation, for optimizers and policies that compare losses.
     - ``fault``: why there is no contribution where there should be one.
     - ``draws``: requests to the shared queue, answered with the release.
+    - ``waited_s``: the worker has waited for others before it sent this to the server.
     """
 
     optimizer: int
@@ -152,6 +153,7 @@ class Push:
     covers: tuple[DrawnBatch, ...] = ()
     loss: float | None = None
     draws: tuple[Draw, ...] = ()
+    waited_s: float = 0.0
 
     @property
     def waits(self) -> bool:

@@ -66,12 +66,11 @@ class StepLog:
     def _start(self, version: int, place: int) -> int:
         return _CELL.size * (version % _UPDATES * self._each + place)
 
-    def read(self, version: int) -> Iterator[Contribution]:
-        """By the server: the contributions to the updates since ``skip``, up to this version."""
+    def read(self, version: int) -> Iterator[list[Contribution]]:
+        """By the server: the contributions to each update since ``skip``, up to this version."""
         for number in range(self._words[_READ] + 1, version + 1):
-            for place in range(self._each):
-                start = self._start(number, place)
-                yield Contribution(*_CELL.unpack_from(self._cells, start))
+            starts = (self._start(number, place) for place in range(self._each))
+            yield [Contribution(*_CELL.unpack_from(self._cells, start)) for start in starts]
 
     def skip(self, version: int) -> None:
         """By the server: the updates up to this version have been read, or are its own."""

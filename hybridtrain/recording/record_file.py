@@ -3,11 +3,12 @@
 Theory of operation. The first cell is the title, with the format's version. Every other cell is an
 event: the kind of message that the server received, the worker, the time, a checksum of the
 content, and (for a push) the worker's computing time and number of samples. A push is marked if
-workers have made its update, so that the server has not received it. Cells of the kinds in
-``OUTCOMES`` follow an event that has led to updates or dropped contributions. A cell of kind
-``TELLS`` precedes a piece of JSON, compressed and padded to whole cells: the first describes the
-run (``header``), later ones the data and the initial parameters, the last the end of the run. Cells
-are only appended, so the file of a killed run is a valid record of its beginning.
+workers have made its update, so that the server has not received it. Updates and dropped
+contributions are cells after the event that has led to them; a cell of kind ``WAITED`` precedes the
+push of a worker that has waited before it sent it. A cell of kind ``TELLS`` precedes a piece of
+JSON, compressed and padded to whole cells: the first describes the run (``header``), later ones the
+data and the initial parameters, the last the end of the run. Cells are only appended, so the file
+of a killed run is a valid record of its beginning.
 
 Each cell ends with a CRC-32 that continues the one of the cell before; a ``TELLS`` cell also has
 the JSON's. So the reader (:mod:`hybridtrain.recording.record_reader`) detects and locates flipped
@@ -34,9 +35,10 @@ CRC_BYTES = 4  # of a cell, at its end
 TELLS = 255  # the kind of a cell that precedes JSON
 NOBODY = 65535  # the worker of an event without one
 WOKE = "Woke"  # the kind of such an event
-# The server has made an update; a worker's contribution does not count. A replay finds both again.
-UPDATED, DROPPED = "Updated", "Dropped"
-OUTCOMES = (UPDATED, DROPPED)
+# The server has made an update; a worker's contribution does not count; a worker has waited before
+# it sent its next push. A replay needs none of them.
+UPDATED, DROPPED, WAITED = "Updated", "Dropped", "Waited"
+OUTCOMES = (UPDATED, DROPPED, WAITED)
 
 TITLE = b"hybridtrain record %3d\n\n"
 _CRC = struct.Struct("<I")
@@ -49,7 +51,7 @@ TYPE = np.dtype(
         ("worker", "<u2"),
         ("print", "<u4"),  # checksum of the content; of TELLS: bytes that follow
         ("at_s", "<f8"),  # since the record began
-        ("own_s", "<f4"),  # of a push: the worker's computing time since its release
+        ("own_s", "<f4"),  # of a push: the worker's computing time since its release; or waited
         ("samples", "<f4"),  # of a push
         ("crc", "<u4"),
     ]

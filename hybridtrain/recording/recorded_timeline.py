@@ -22,7 +22,7 @@ from hybridtrain.protocol.messages import (
     Push,
     Resumed,
 )
-from hybridtrain.recording.record_file import DROPPED, UPDATED, Record, RecordEvent
+from hybridtrain.recording.record_file import DROPPED, UPDATED, WAITED, Record, RecordEvent
 from hybridtrain.server.timeline import Doing, Timeline
 
 _PUSH, _PAUSED, _RESUMED = Push.__name__, Paused.__name__, Resumed.__name__
@@ -36,6 +36,7 @@ class _Worker:
 
     since_s: float = 0.0
     own_s: float = 0.0
+    waited_s: float = 0.0  # before it sends its next push
 
 
 def timeline_of(record: Record, begin_s: float | None = None) -> Timeline:
@@ -91,6 +92,8 @@ class _Reading:
             self._paused_at_s = None
         elif kind == UPDATED:
             self.timeline.updated(now_s)
+        elif kind == WAITED:
+            self._workers[event.worker].waited_s = own_s
         elif kind == DROPPED:
             self.timeline.dropped(event.worker)
         elif event.made:
@@ -103,10 +106,11 @@ class _Reading:
         return now_s - self._paused_s - self.begin_s
 
     def _ended(self, number: int, kind: str, own_s: float, now_s: float) -> None:
-        """The worker has waited, then computed until now."""
+        """The worker has waited, computed, and perhaps waited again until now."""
         worker = self._workers[number]
+        end_s, worker.waited_s = now_s - worker.waited_s, 0.0
         computing_s = now_s if self._in_place else max(0.0, own_s - worker.own_s)
-        self._add(number, max(worker.since_s, now_s - computing_s), now_s, now_s)
+        self._add(number, max(worker.since_s, end_s - computing_s), end_s, now_s)
         worker.own_s = 0.0 if kind in _FRESH else own_s
 
     def _made(self, number: int, own_s: float, now_s: float) -> None:

@@ -53,6 +53,7 @@ from hybridtrain.recording.record_file import (
     NOBODY,
     OUTCOMES,
     UPDATED,
+    WAITED,
     WOKE,
     Writer,
 )
@@ -147,10 +148,12 @@ class RecordingServer(Server):
         """Record the pushes of updates that workers have made since the last event."""
         if self._log is None:
             return
-        for worker, print, own_s, samples, at_s in self._log.read(self.version):
-            at_s = self._stamp.at_s = max(at_s, self._stamp.at_s)
-            self._writer.event("Push", worker, print, at_s, own_s, samples, made=True)
-            self._own.goes_on(worker, at_s, fresh=True)
+        for contributions in self._log.read(self.version):
+            for worker, print, own_s, samples, at_s in contributions:
+                at_s = self._stamp.at_s = max(at_s, self._stamp.at_s)
+                self._writer.event("Push", worker, print, at_s, own_s, samples, made=True)
+            for each in contributions:
+                self._own.goes_on(each.worker, self._stamp.at_s, fresh=True)
         self._log.skip(self.version)
 
     def _began(self, message: Request | Note | None, store: Store) -> None:
@@ -178,8 +181,10 @@ class RecordingServer(Server):
     # ---- inside ---------------------------------------------------------------------------------
 
     def _asked(self, worker: int, request: Request | Note, now_s: float) -> None:
-        own_s = self._own.stops(worker, now_s)
-        samples = 0.0
+        waited_s = request.waited_s if isinstance(request, Push) else 0.0
+        own_s, samples = self._own.stops(worker, now_s - waited_s), 0.0
+        if waited_s:
+            self._writer.event(WAITED, worker, 0, now_s, waited_s, 0.0)
         if isinstance(request, Push):
             former = request.former if isinstance(request, MadeStep) else ()
             together = (*former, request)  # one message, several mini-batches

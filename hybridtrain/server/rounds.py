@@ -158,7 +158,8 @@ class Rounds:
             raise UserError(reason)
         self._handed_over.take(worker, push, self.store, self.optimizers)
         self.pushed[worker] = push
-        self._statistics.pushed(worker, self._samples(push), push.fault, push.waits)
+        samples = self._samples(push)
+        self._statistics.pushed(worker, samples, push.fault, push.waits, push.waited_s)
         self._averaging.given.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         made = isinstance(push, MadeStep)  # it counts in any case

@@ -90,17 +90,21 @@ class RunStatistics:
             self._started_at_s += self.clock() - self._paused_at_s
             self._paused_at_s = None
 
-    def pushed(self, worker: int, weight: float, fault: str = "", waits: bool = True) -> None:
+    def pushed(
+        self, worker: int, weight: float, fault: str = "", waits: bool = True, waited_s: float = 0.0
+    ) -> None:
         """The worker has pushed a gradient of ``weight`` samples, and ``waits`` or computes on.
 
-        ``fault``: why it had to leave its contribution out, if so.
+        ``fault``: why it had to leave its contribution out, if so. ``waited_s``: before it pushed.
         """
-        account, now = self._accounts[worker], self._now_s()
+        account = self._accounts[worker]
+        now = max(self._now_s() - waited_s, account.released_at_s or 0.0)
         self._count_computing(worker, account, now, pushed=True)
         account.released_at_s, account.pushed_at_s = (None, now) if waits else (now, None)
         account.samples += weight
         account.pushes += 1
-        self._last = worker
+        if (self._accounts[self._last].pushed_at_s or 0.0) <= now:
+            self._last = worker
         if fault:
             account.faults[fault] += 1
         self.samples += weight

@@ -427,7 +427,7 @@ class Client:
             if self.maker.is_made(number, self._disturbed):
                 released = Released(number)
             else:
-                self._send_push(push.met)
+                self._send_push(self.maker.left(push.met))
         self._take(released or self._answer(Released, in_step=True)[0], then, push)
 
     def hand_in(self) -> None:
@@ -437,7 +437,7 @@ class Client:
             return
         if maker.leave(self.version + 1):
             push, offered.met = offered.met, None
-            self._send_push(push)
+            self._send_push(maker.left(push))
 
     def _disturbed(self) -> bool:
         """Receive all notices; returns whether one of them ends the shared round."""

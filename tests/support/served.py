@@ -50,6 +50,8 @@ class Served:
         optimizers: made over all parameters; one or several.
         correction: of late gradients.
         averaging: gradients are averaged before they are pushed.
+        make: the server.
+        meets: workers can make updates without the server.
     """
 
     def __init__(
@@ -60,19 +62,20 @@ class Served:
         optimizers: Sequence[Make] = (sgd,),
         correction: Correction | None = None,
         averaging: bool = False,
+        make: Callable[..., Server] = Server,
+        meets: bool = False,
     ) -> None:
         self.now_s = 0.0
         self.n_workers = n_workers
         clock = lambda: self.now_s  # noqa: E731
-        self.server = Server(policy or WaitForAll(), n_workers, clock=clock, correction=correction)
+        self.server = make(policy or WaitForAll(), n_workers, clock=clock, correction=correction)
         self.parameters = [torch.nn.Parameter(p.clone()) for p in parameters]
         self.layout = Layout.of((f"p{n}", p) for n, p in enumerate(self.parameters))
-        self._optimizers, self._averaging = optimizers, averaging
+        self._optimizers, self._share = optimizers, Share(self.layout, averaging, meets)
         self._begin()
 
     def _begin(self) -> None:
-        share = Share(self.layout, self._averaging)
-        replies = [self.server.on(Received(w, share)) for w in range(self.n_workers)]
+        replies = [self.server.on(Received(w, self._share)) for w in range(self.n_workers)]
         assert replies[:-1] == [[]] * (self.n_workers - 1), "nobody shares before all have asked"
         assert all(isinstance(reply, Shared) for _, reply in replies[-1])
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):

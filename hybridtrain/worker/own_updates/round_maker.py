@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from hybridtrain.protocol.messages import Clip, Push
@@ -61,6 +62,7 @@ class RoundMaker:
         self._weights: Sequence[float] = ()
         self._contributions: list[Contribution] = []
         self._clip: Clip | None = None
+        self._came_s = 0.0
         self._owed: Groups | None = None  # changed hyper-parameters, not sent to the server yet
         self._coming: Groups | None = None  # those of this round, owed once it is made here
 
@@ -88,6 +90,7 @@ class RoundMaker:
         arrival = Arrival(push.weight, samples, token)
         if self._log is not None:
             self._log.write(number)
+        self._came_s = time.monotonic()
         met = self.shared.come(self._worker, number, arrival, self._step)
         if met is Met.CALLED_OFF:
             self.leave(number)
@@ -125,6 +128,10 @@ class RoundMaker:
         if self._log is not None:
             self._log.goes_on()
         return True
+
+    def left(self, push: Push) -> Push:
+        """The push of a round that was left to the server while this worker waited."""
+        return replace(push, waited_s=time.monotonic() - self._came_s)
 
     def leave(self, number: int, waits: bool = True) -> bool:
         """Leave this round to the server and wake the others; False if it is made already.
