@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from hybridtrain.cli import claim, explain, further_host, hydra_config, key, new, resume
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
 from hybridtrain.cli.quiet import hush
-from hybridtrain.cli.sweep import job_launcher, job_process
+from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
@@ -61,7 +61,8 @@ def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
     flags, found = _split(list(argv))
     overrides[:] = found
     given = list(hydra_config.MORE_DIRS)
-    found = resume.expanded(found, bool({"-m", "--multirun"} & set(flags)))
+    sweeps = {"-m", "--multirun"} & set(flags)
+    found = resumed.expanded(found) if sweeps else resume.expanded(found)
     if given != hydra_config.MORE_DIRS:  # that of the run which goes on
         flags += ["--config-dir", str(hydra_config.MORE_DIRS[0])]
     overrides[:] = found
@@ -146,6 +147,8 @@ def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
         return CommandOutcome(
             exit=FAILED, error=f"{len(failed)} of {len(job_launcher.ROWS)} jobs failed"
         )
+    if outcome.exit == 0:
+        resumed.finish(job_launcher.DIRECTORY[0])
     return outcome
 
 

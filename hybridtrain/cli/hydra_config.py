@@ -39,8 +39,13 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"the installation is incomplete: no config.yaml in {places}")
 
 
-# ``hydra.launcher``: how a job's process starts (auto: fork without a GPU, else popen).
-_LAUNCHER = {"_target_": "hydra_plugins.hybridtrain.ProcessLauncher", "start_method": "auto"}
+# ``hydra.launcher``: how a job starts (auto: fork without a GPU, else popen), and how many
+# jobs run side by side.
+_LAUNCHER = {
+    "_target_": "hydra_plugins.hybridtrain.ProcessLauncher",
+    "start_method": "auto",
+    "at_once": 1,
+}
 
 
 def register() -> None:

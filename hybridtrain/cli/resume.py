@@ -23,6 +23,7 @@ from hybridtrain.cli import hydra_config
 from hybridtrain.cli.claim import attempt, claim, release, started_by_a_run
 from hybridtrain.cli.further_host import place_in
 from hybridtrain.cli.hydra_config import changed_keys, placed, portable, quoted
+from hybridtrain.cli.sweep.job_process import is_job
 from hybridtrain.cli.validation.host_checks import check_files, check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.watchdog import to_stderr
@@ -38,40 +39,30 @@ from hybridtrain.util.files import fault_of, interrupted_in, write_whole
 
 AUTO, LAST = "auto", "last"
 # Keys that may differ in a resumed run.
-_ASIDE = ("resume", "resume_override", "ckpt", "faults", "strategy.faults", "run_dir")
+ASIDE = ("resume", "resume_override", "ckpt", "faults", "strategy.faults", "run_dir")
 _SHOWN = 5  # differences in an error message
 RUN_FILE = "run.json"
 _GROUPS = ("model", "data", "optimizer", "strategy", "trainer", "callbacks", "task")
 FORMAT = 1  # of the files in a run's directory
 
 
-def expanded(overrides: Sequence[str], sweeps: bool) -> list[str]:
+def expanded(overrides: Sequence[str]) -> list[str]:
     """Replace ``resume`` and ``ckpt=last`` by the overrides that they stand for.
-
-    Args:
-        sweeps: the overrides are those of a sweep.
 
     Raises:
         UserError: if there is no run or checkpoint to resume from, or other options contradict it.
     """
-    try:
-        parsed = hydra_config.parse(overrides)
-    except Exception:  # Hydra reports it
+    found = typed_values(overrides)
+    if found is None:
         return list(overrides)
-    values = {x.key_or_group: None if x.is_delete() else _value(x) for x in parsed}
+    typed, values = found
     resume = values.get("resume")
-    if started_by_a_run() or (resume is None and values.get("ckpt") != LAST):
+    if resume is None and values.get("ckpt") != LAST:
         return list(overrides)
-    typed = dict(zip((x.key_or_group for x in parsed), overrides, strict=True))
-    if resume in (None, AUTO) and not sweeps and _is_beyond_host_0(typed):
+    if resume in (None, AUTO) and _is_beyond_host_0(typed):
         return list(_but(typed, "resume", "resume_override", "ckpt").values())
     if resume is None:
         return [*_but(typed, "ckpt").values(), quoted("ckpt", _last(typed, values))]
-    if sweeps:
-        raise UserError(
-            "resume was given with --multirun, but only one run at a time can go on; "
-            "give the directory of one job, such as multirun/DATE/TIME-ID/3, without --multirun"
-        )
     del typed["resume"]
     typed.pop("resume_override", None)
     override = values.get("resume_override", False)
@@ -82,6 +73,21 @@ def expanded(overrides: Sequence[str], sweeps: bool) -> list[str]:
     return _resumed(Path(str(resume)), typed, override)
 
 
+def typed_values(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]] | None:
+    """The overrides' texts and values by key; None: they are not to be expanded.
+
+    A rank of a run, and a job of a sweep, get overrides that are expanded already.
+    """
+    try:
+        parsed = hydra_config.parse(overrides)
+    except Exception:  # Hydra reports it
+        return None
+    if started_by_a_run() or is_job():
+        return None
+    values = {x.key_or_group: None if x.is_delete() else _value(x) for x in parsed}
+    return dict(zip((x.key_or_group for x in parsed), overrides, strict=True)), values
+
+
 def _value(item: Override) -> Any:
     return item.input_line if item.is_sweep_override() else item.value()
 
@@ -89,19 +95,19 @@ def _value(item: Override) -> Any:
 # ---- which run ----------------------------------------------------------------------------------
 
 
-def _output_root(values: dict[str, Any]) -> Path:
-    """The directory in which runs are made; the run's own directory if that is given."""
-    pattern = values.get("hydra.run.dir")
+def output_root(values: dict[str, Any], what: str = "run") -> Path:
+    """The directory in which runs (or sweeps) are made; the run's own if that is given."""
+    pattern = values.get(f"hydra.{what}.dir")
     if pattern is None:
         plain = OmegaConf.load(hydra_config.conf_dir() / f"{hydra_config.CONFIG_NAME}.yaml")
-        pattern = OmegaConf.to_container(plain, resolve=False)["hydra"]["run"]["dir"]  # type: ignore
+        pattern = OmegaConf.to_container(plain, resolve=False)["hydra"][what]["dir"]  # type: ignore
     fixed, varies, _ = str(pattern).partition("${")
     return Path(fixed) if not varies or fixed.endswith("/") else Path(fixed).parent
 
 
 def _automatic(typed: dict[str, str], values: dict[str, Any]) -> list[str]:
     """Resume the last unfinished run with the same configuration, or begin a new run."""
-    root = _output_root(values)
+    root = output_root(values)
     plain = {key: text for key, text in typed.items() if not key.startswith("hydra.")}
     for directory in runs_below(root):
         if has_finished(directory):
@@ -125,7 +131,7 @@ def _automatic(typed: dict[str, str], values: dict[str, Any]) -> list[str]:
 
 def _is_beyond_host_0(typed: dict[str, str]) -> bool:
     """Whether host 0 looks for the run or checkpoint, and tells this host."""
-    plain = [x for key, x in typed.items() if key not in _ASIDE and not key.startswith("hydra.")]
+    plain = [x for key, x in typed.items() if key not in ASIDE and not key.startswith("hydra.")]
     return place_in(hydra_config.compose_config(plain)).host > 0
 
 
@@ -144,7 +150,7 @@ def _but(typed: dict[str, str], *keys: str) -> dict[str, str]:
 
 def _last(typed: dict[str, str], values: dict[str, Any]) -> Path:
     """The newest whole checkpoint of a run of this model in the output directory."""
-    root = _output_root(values)
+    root = output_root(values)
     plain = [text for key, text in typed.items() if key != "ckpt" and not key.startswith("hydra.")]
     model = portable(hydra_config.compose_config(plain))["model"].get("_target_")
     for directory in runs_below(root):
@@ -177,8 +183,8 @@ def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str
     found = _differences(directory, typed, overrides)
     if found and not override:
         raise UserError(
-            f"resume={directory}: this run had another configuration: {_shown(found)}; leave that "
-            "out to go on as it was, or say resume_override=true to go on like this"
+            f"resume={directory}: this run had another configuration: {shown_differences(found)}; "
+            "leave that out to go on as it was, or say resume_override=true to go on like this"
         )
     if has_finished(directory) and not found:
         raise UserError(
@@ -237,12 +243,13 @@ def _differences(
     return [
         (key, before, after)
         for key, before, after in changed_keys(then, now)
-        if not any(key == x or key.startswith(f"{x}.") for x in _ASIDE)
+        if not any(key == x or key.startswith(f"{x}.") for x in ASIDE)
         and (before is not None or key.startswith(keys))
     ]
 
 
-def _shown(found: Sequence[tuple[str, Any, Any]]) -> str:
+def shown_differences(found: Sequence[tuple[str, Any, Any]]) -> str:
+    """The first few of them, in words."""
     keys = {key for key, _, _ in found}  # model.optimizer.lr is but optimizer.lr
     own = [each for each in found if not any(each[0].endswith(f".{key}") for key in keys)]
     texts = [f"{key}={after}, then {before}" for key, before, after in own[:_SHOWN]]
@@ -289,11 +296,11 @@ def has_finished(directory: Path) -> bool:
     return read_mapping(directory / SUMMARY_FILE, []).get("exit") == 0
 
 
-def runs_below(root: Path) -> Iterator[Path]:
-    """Directories of runs in and below ``root``, the latest first."""
+def runs_below(root: Path, name: str = CONFIG_FILE) -> Iterator[Path]:
+    """Directories of runs in and below ``root`` (which have this file), the latest first."""
     found: list[tuple[int, Path]] = []
     for folder, below, _ in os.walk(root):
-        config = Path(folder) / CONFIG_FILE
+        config = Path(folder) / name
         if config.is_file():
             below.clear()
             found.append((config.stat().st_mtime_ns, Path(folder)))

@@ -172,10 +172,10 @@ def test_auto_takes_up_the_last_run_that_did_not_finish_and_was_to_do_the_same(
 def test_auto_leaves_alone_what_is_another_configuration_or_at_work(ended: Command) -> None:
     same_again = complete_overrides([*RUN, "test=false", ELSEWHERE, "resume=auto"])
     new = [x for x in same_again if not x.startswith("resume")]
-    assert expanded([*same_again, "++model.lr=0.02"], False) == [*new, "++model.lr=0.02"]
+    assert expanded([*same_again, "++model.lr=0.02"]) == [*new, "++model.lr=0.02"]
     with in_use("runs/1"):
-        assert expanded(same_again, False) == new
-    assert "resume='runs/1'" in expanded(same_again, False)
+        assert expanded(same_again) == new
+    assert "resume='runs/1'" in expanded(same_again)
     claim.release_all()
 
 
@@ -251,7 +251,7 @@ def test_options_that_differ_are_shown_and_can_be_insisted_on(ended: Command) ->
             ("resume=old ckpt=some.ckpt", ["together with ckpt=some.ckpt", "leave ckpt out"]),
             ("resume=old hydra.run.dir=new", ["together with hydra.run.dir=new"]),
             ("-m resume=old,runs/1", ["one run at a time"]),
-            ("-m resume=old model.lr=1,2", ["one run at a time"]),
+            ("-m resume=old model.lr=1,2", ["not the directory of a sweep"]),
             ("resume=old resume_override=maybe", ["resume_override=maybe", "true or false"]),
         ],
         ("resume=runs", ["not the directory of a run", "below it: runs/1"]),

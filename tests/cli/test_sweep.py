@@ -41,6 +41,7 @@ def test_trap_16_a_sweep_over_devices_trains_every_sample_once_per_epoch(
     assert sorted(x.name for x in Path("jobs").iterdir()) == [
         *("0", "1", "comparison.csv", "comparison.html", "curves.csv", "jobs.json"),
         "multirun.yaml",
+        "sweep.json",
     ]
     assert not Path("outputs").exists()
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +30,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.further_host import number_of_hosts
 from hybridtrain.cli.hydra_config import overrides_of
-from hybridtrain.cli.sweep import job_process
+from hybridtrain.cli.sweep import job_process, resumed
+from hybridtrain.cli.sweep.job_process import JobProcess, Place
+from hybridtrain.cli.sweep.side_by_side import Job, run_jobs
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
 from hybridtrain.errors import UserError
@@ -39,7 +42,7 @@ from hybridtrain.report.comparison import PAGE, compare
 from hybridtrain.report.page import write
 from hybridtrain.report.runs import JOBS_FILE, as_json
 from hybridtrain.util.files import short
-from hybridtrain.util.option_types import typed
+from hybridtrain.util.option_types import Positive, typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,22 @@ DIRECTORY: list[Path] = []  # of that sweep
 
 
 class ProcessLauncher(Launcher):
-    """Runs the jobs one after another, each in a process of its own.
+    """Runs the jobs, each in a process of its own.
 
     Args:
         start_method: ``auto``: ``fork`` without a GPU, else ``popen``, a fresh interpreter.
+        at_once: the number of jobs side by side; ``auto``: as many as there are cores for their
+            workers, memory (as much as the largest job so far) and GPUs.
     """
 
     @typed("hydra.launcher.")
-    def __init__(self, start_method: Literal["auto", "fork", "popen"] = "auto") -> None:
+    def __init__(
+        self,
+        start_method: Literal["auto", "fork", "popen"] = "auto",
+        at_once: Positive | Literal["auto"] = 1,
+    ) -> None:
         self.start_method = start_method
+        self.at_once = at_once
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -78,50 +88,107 @@ class ProcessLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Check every job, then run them in order. Raises UserError before the first starts."""
-        setup_globals()
-        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        """Check every job, then run them. Raises UserError before the first starts."""
+        self.begin()
+        total = len(job_overrides) + initial_job_idx
         jobs = [
-            self._job(list(overrides), initial_job_idx + i)
+            self.job(list(overrides), initial_job_idx + i, total)
             for i, overrides in enumerate(job_overrides)
         ]
         for job in jobs:
-            cfg = _without_hydra(job)
-            check_config(cfg, overrides_of(job.hydra))
-            _check_hosts(cfg)
-            check_machine(cfg)
+            check_job(job)
         check_directory(Path(str(self.config.hydra.sweep.dir)))
-        return [self._run(job, len(jobs) + initial_job_idx) for job in jobs]
+        resumed.sign(Path(str(self.config.hydra.sweep.dir)), self.config)
+        outcomes: dict[int, CommandOutcome] = {}
+        self.run(self.left_of(jobs, outcomes), lambda job, end: outcomes.update({job.number: end}))
+        return [_job_return(job.config, outcomes[job.number]) for job in jobs]
 
-    def _job(self, overrides: list[str], number: int) -> DictConfig:
-        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+    def begin(self) -> None:
+        """Prepare Hydra for jobs."""
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+
+    def job(
+        self, overrides: Sequence[str], number: int, total: int | None, more: Sequence[str] = ()
+    ) -> Job:
+        """Compose the job with these overrides; ``more`` are not shown in tables."""
+        if self.config.get("resume") is not None:  # the sweep's, not the job's
+            overrides = [x for x in overrides if not x.startswith("resume=")]
+        loader = self.hydra_context.config_loader
+        config = loader.load_sweep_config(self.config, [*overrides, *more])
         with open_dict(config):
             config.hydra.job.id = f"job_{number}"
             config.hydra.job.num = number
-        return config
+        return Job(config, tuple(filter_overrides(overrides)), total)
 
-    def _run(self, job: DictConfig, total: int) -> JobReturn:
-        number = int(job.hydra.job.num)
-        overrides = list(filter_overrides(overrides_of(job.hydra)))
-        print(f"--- job {number + 1} of {total}: {' '.join(overrides)}", flush=True)
-        if self._forks():
-            decide_by_configuration(job)
-            import hybridtrain.cli.run  # noqa: F401  (torch and Lightning, once for all jobs)
+    def left_of(self, jobs: Sequence[Job], outcomes: dict[int, CommandOutcome]) -> Iterator[Job]:
+        """The jobs that have not finished before; adds to ``outcomes`` those that have."""
+        if self.config.get("resume") is None:
+            return iter(jobs)
+        left = []
+        for job in jobs:
+            before = resumed.kept(job.folder, without_hydra(job.config))
+            if before is None:
+                left.append(job)
+            else:
+                outcomes[job.number] = before
+                self._note(job, before)
+        print(f"{len(jobs) - len(left)} of {len(jobs)} jobs have finished before", flush=True)
+        return (
+            self.job(job.overrides, job.number, job.total, resumed.going_on(job.folder))
+            for job in left
+        )
 
-            outcome = job_process.run_forked(self.hydra_context, self.task_function, job)
-        else:
-            outcome = job_process.run_fresh(job)
-        directory = Path(str(job.hydra.sweep.dir))
-        ROWS.append(JobRow(number, overrides, outcome, directory / str(job.hydra.sweep.subdir)))
-        DIRECTORY[:] = [directory]
-        if outcome.exit >= 128:
-            raise SystemExit(outcome.exit)
-        return _job_return(job, outcome)
+    def run(
+        self,
+        jobs: Iterator[Job],
+        ended: Callable[[Job, CommandOutcome], None],
+        listen: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Run the jobs; raises SystemExit after a signal."""
+        began: dict[int, float] = {}
+
+        def start(job: Job, place: Place) -> JobProcess:
+            began[job.number] = time.monotonic()
+            where = f" (output: {place.output})" if place.output else ""
+            print(f"{job}: {' '.join(job.overrides)}{where}", flush=True)
+            return self._start(job, place)
+
+        def note(job: Job, outcome: CommandOutcome) -> None:
+            self._note(job, outcome)
+            if self.at_once != 1:
+                took_s = time.monotonic() - began[job.number]
+                print(f"{job}: {_verdict(outcome)}, after {took_s:.1f} s", flush=True)
+            ended(job, outcome)
+
+        if signum := run_jobs(jobs, start, note, self.at_once, listen):
+            raise SystemExit(128 + signum)
+
+    def _note(self, job: Job, outcome: CommandOutcome) -> None:
+        ROWS.append(JobRow(job.number, list(job.overrides), outcome, job.folder))
+        ROWS.sort(key=lambda row: row.number)
+        DIRECTORY[:] = [Path(str(job.config.hydra.sweep.dir))]
+
+    def _start(self, job: Job, place: Place) -> JobProcess:
+        if not self._forks():
+            return job_process.start_fresh(job.config, place)
+        decide_by_configuration(job.config)
+        import hybridtrain.cli.run  # noqa: F401  (torch and Lightning, once for all jobs)
+
+        return job_process.start_forked(self.hydra_context, self.task_function, job.config, place)
 
     def _forks(self) -> bool:
         if self.start_method != "auto":
             return self.start_method == "fork"
         return hasattr(os, "fork") and not _gpu_present()
+
+
+def check_job(job: Job) -> None:
+    """Raise UserError if the job cannot run here as configured."""
+    cfg = without_hydra(job.config)
+    check_config(cfg, overrides_of(job.config.hydra))
+    _check_hosts(cfg)
+    check_machine(cfg)
 
 
 def _check_hosts(cfg: DictConfig) -> None:
@@ -136,7 +203,8 @@ def _gpu_present() -> bool:
     return any(Path(x).exists() for x in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
-def _without_hydra(config: DictConfig) -> DictConfig:
+def without_hydra(config: DictConfig) -> DictConfig:
+    """The job's own configuration."""
     return OmegaConf.masked_copy(config, [str(x) for x in config if x != "hydra"])
 
 
@@ -144,7 +212,7 @@ def _job_return(job: DictConfig, outcome: CommandOutcome) -> JobReturn:
     """The job's result for the sweeper; the metric of a failed job is nan, so sweeps continue."""
     result = JobReturn()
     result.overrides = overrides_of(job.hydra)
-    result.cfg = _without_hydra(job)
+    result.cfg = without_hydra(job)
     result.working_dir = str(Path.cwd())
     result.task_name = str(job.hydra.job.name)
     result.status = JobStatus.COMPLETED
@@ -158,20 +226,22 @@ def table(rows: Sequence[JobRow]) -> str:
     common = common if len(rows) > 1 else set()
     cells = [["job", "overrides", "metric", "where"]]
     for row in rows:
-        done = row.outcome
-        if done.exit >= 128:
-            text = done.error or "interrupted"
-        elif done.exit != 0:
-            text = f"failed ({done.exit}): {(done.error or 'no reason given')[:80]}"
-        else:
-            text = "-" if done.metric is None else f"{done.metric:.6g}"
         own = " ".join(x for x in row.overrides if x not in common)
-        cells.append([str(row.number), own, text, done.directory or "-"])
+        cells.append([str(row.number), own, _verdict(row.outcome), row.outcome.directory or "-"])
     widths = [max(len(line[i]) for line in cells) for i in range(3)]
     return "\n".join(
         "  ".join([*(x.ljust(w) for x, w in zip(line, widths, strict=False)), line[3]]).rstrip()
         for line in cells
     )
+
+
+def _verdict(done: CommandOutcome) -> str:
+    """The metric, or why there is none."""
+    if done.exit >= 128:
+        return done.error or "interrupted"
+    if done.exit != 0:
+        return f"failed ({done.exit}): {(done.error or 'no reason given')[:80]}"
+    return "-" if done.metric is None else f"{done.metric:.6g}"
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""The process of one job of a sweep: start it with a clean environment, forward signals, wait.
+"""The process of one job of a sweep: start it with a clean environment, forward signals.
 
 The job has a process group of its own, so that Ctrl-C reaches the sweep alone; the sweep sends it
 on once and waits while the job saves a checkpoint and stops its workers.
@@ -13,12 +13,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, TaskFunction
@@ -34,7 +33,6 @@ from hybridtrain.worlds.local.signals import ending_signals
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
 ENVIRONMENT: dict[str, str] = {}  # at the start of the command, before any job
 FLAGS: list[str] = []  # of the command line, such as --config-dir
-PATIENCE_S = 30.0  # for a job to save its checkpoint after Ctrl-C
 
 
 def remember_environment() -> None:
@@ -43,52 +41,89 @@ def remember_environment() -> None:
     ENVIRONMENT.update(os.environ)
 
 
-def run_forked(context: HydraContext, task: TaskFunction, config: DictConfig) -> CommandOutcome:
-    """Run the job in a forked child, which shares this process' imports."""
-    fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe(duplex=False)
-    child = fork.Process(
-        target=_forked_main, args=(theirs, ours, os.getpid(), context, task, config)
-    )
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job runs: its cores and GPUs (empty: all), and the file that it prints to, if any."""
+
+    cores: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    output: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobProcess:
+    """A job's process; ``code`` returns its exit status, or None while it runs."""
+
+    pid: int
+    code: Callable[[], int | None]
+    result: BinaryIO  # the job writes its outcome here
+
+    def send(self, signum: int) -> None:
+        """Ctrl-C goes to the job's whole group, as a terminal sends it; others to its process."""
+        with contextlib.suppress(OSError):
+            if signum in (signal.SIGINT, signal.SIGKILL):
+                os.killpg(self.pid, signum)
+            else:
+                os.kill(self.pid, signum)
+
+    def outcome(self, signals: Sequence[int]) -> CommandOutcome:
+        """How the job ended; ``signals``: those that were sent to it."""
+        with self.result as file:
+            file.seek(0)
+            said = file.read()
+        outcome = CommandOutcome(**json.loads(said)) if said else None
+        return _verdict(outcome, self.code(), signals)
+
+
+def start_forked(
+    context: HydraContext, task: TaskFunction, config: DictConfig, place: Place
+) -> JobProcess:
+    """Start the job in a forked child, which shares this process' imports."""
+    result = _result_file()
+    arguments = (result.fileno(), os.getpid(), context, task, config, place)
+    child = multiprocessing.get_context("fork").Process(target=_forked_main, args=arguments)
     sys.stdout.flush()
     sys.stderr.flush()
-    child.start()
-    theirs.close()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())  # ours are not the child's
+    try:
+        with _on_cores(place.cores):
+            child.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
     assert child.pid is not None
     _in_group(child.pid)
-    with _passing_on(child.pid) as signals:
-        _wait(child.join, lambda: child.exitcode is not None, child.pid, signals)
-        outcome = _receive(ours)
-    return _verdict(outcome, child.exitcode, signals)
+    return JobProcess(child.pid, lambda: child.exitcode, result)
 
 
 def _forked_main(
-    pipe: Connection,
-    other: Connection,
+    result: int,
     parent: int,
     context: HydraContext,
     task: TaskFunction,
     config: DictConfig,
+    place: Place,
 ) -> None:
     from hybridtrain.worlds.local.parent_death import die_with_parent
 
-    other.close()
     _in_group(0)
     die_with_parent(parent)
     for signum in ending_signals():
         default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
         signal.signal(signum, default)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
     os.environ.clear()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | _of_gpus(place))
+    if place.output is not None:
+        with place.output.open("ab") as file:
+            for fd in {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}:
+                os.dup2(file.fileno(), fd)
     hush()
     overrides = overrides_of(config.hydra)
     sys.argv = [sys.argv[0], *overrides]
     outcome = guarded(lambda: _hydra_job(context, task, config), overrides)
     release_all()
     sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        pipe.send(outcome)
-    pipe.close()
+    _leave(outcome, result)
     sys.exit(outcome.exit)
 
 
@@ -108,30 +143,43 @@ def _hydra_job(context: HydraContext, task: TaskFunction, config: DictConfig) ->
     return outcome
 
 
-def _receive(pipe: Connection) -> CommandOutcome | None:
-    try:
-        return pipe.recv() if pipe.poll(0) else None
-    except (EOFError, OSError):
-        return None
-    finally:
-        pipe.close()
-
-
-def run_fresh(config: DictConfig) -> CommandOutcome:
-    """Run the job in a fresh interpreter: the same command with this job's overrides."""
+def start_fresh(config: DictConfig, place: Place) -> JobProcess:
+    """Start the job in a fresh interpreter: the same command with this job's overrides."""
     directory = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
-    with open(anonymous_descriptor(), "r+b") as result:  # noqa: PTH123  (it has no path)
-        fd = result.fileno()
-        environment = ENVIRONMENT | {RESULT: str(fd), PARENT: str(os.getpid())}
+    result = _result_file()
+    fd = result.fileno()
+    environment = ENVIRONMENT | _of_gpus(place) | {RESULT: str(fd), PARENT: str(os.getpid())}
+    command = _command(config, directory)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_on_cores(place.cores))
+        output = None if place.output is None else stack.enter_context(place.output.open("ab"))
+        streams: dict[str, Any] = {"stdout": output, "stderr": output}
         child = subprocess.Popen(
-            _command(config, directory), env=environment, process_group=0, pass_fds=(fd,)
+            command, env=environment, process_group=0, pass_fds=(fd,), **streams
         )
-        with _passing_on(child.pid) as signals:
-            _wait(child.wait, lambda: child.poll() is not None, child.pid, signals)
-        result.seek(0)
-        said = result.read()
-    outcome = CommandOutcome(**json.loads(said)) if said else None
-    return _verdict(outcome, child.returncode, signals)
+    return JobProcess(child.pid, child.poll, result)
+
+
+def _result_file() -> BinaryIO:
+    return open(anonymous_descriptor(), "r+b")  # noqa: PTH123  (it has no path)
+
+
+def _of_gpus(place: Place) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)} if place.gpus else {}
+
+
+@contextlib.contextmanager
+def _on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Let a child that is started meanwhile inherit these cores; empty: all."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _command(config: DictConfig, directory: Path) -> list[str]:
@@ -149,7 +197,16 @@ def _command(config: DictConfig, directory: Path) -> list[str]:
 def report(outcome: CommandOutcome) -> None:
     """In a fresh job process: send the outcome to the sweep."""
     if fd := ENVIRONMENT.get(RESULT):
-        os.write(int(fd), json.dumps(asdict(outcome)).encode())
+        _leave(outcome, int(fd))
+
+
+def _leave(outcome: CommandOutcome, fd: int) -> None:
+    os.write(fd, json.dumps(asdict(outcome)).encode())
+
+
+def is_job() -> bool:
+    """Whether this process is a job in a fresh interpreter, whose options a sweep has chosen."""
+    return RESULT in ENVIRONMENT
 
 
 def adopt() -> None:
@@ -168,23 +225,17 @@ def _in_group(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def _passing_on(pid: int) -> Iterator[list[int]]:
-    """While the job runs, forward to it the signals that would end the sweep.
+def passing_on(running: Sequence[JobProcess]) -> Iterator[list[int]]:
+    """Forward the signals that would end the sweep to all jobs that run.
 
-    Ctrl-C goes to the job's whole group, as a terminal would send it; others to its first process.
-    The third signal kills the job. Yields the list of signals forwarded.
+    The third signal kills them. Yields the list of signals so far.
     """
     seen: list[int] = []
 
     def pass_on(signum: int, _: FrameType | None) -> None:
         seen.append(signum)
-        with contextlib.suppress(OSError):
-            if len(seen) > 2:
-                os.killpg(pid, signal.SIGKILL)
-            elif signum == signal.SIGINT:
-                os.killpg(pid, signum)
-            else:
-                os.kill(pid, signum)
+        for job in list(running):
+            job.send(signal.SIGKILL if len(seen) > 2 else signum)
 
     before = {x: signal.signal(x, pass_on) for x in ending_signals()}
     try:
@@ -194,24 +245,10 @@ def _passing_on(pid: int) -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def _wait(
-    wait: Callable[..., Any], ended: Callable[[], bool], pid: int, signals: list[int]
-) -> None:
-    """Wait for the job; after an interruption at most ``PATIENCE_S``, then kill it."""
-    patience = PATIENCE_S
-    while not ended():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            wait(timeout=0.5)
-        patience -= 0.5 if signals else 0.0
-        if patience <= 0:
-            with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
-
-
 def _verdict(
-    outcome: CommandOutcome | None, code: int | None, signals: list[int]
+    outcome: CommandOutcome | None, code: int | None, signals: Sequence[int]
 ) -> CommandOutcome:
-    if signals:
+    if signals and (outcome is None or outcome.exit):
         directory = outcome.directory if outcome is not None else None
         return replace(interrupted(signals[0]), directory=directory)
     if outcome is not None:

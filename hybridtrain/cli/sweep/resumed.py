@@ -1,0 +1,225 @@
+"""``resume=auto`` and ``resume=DIR`` of a sweep: its finished jobs are kept, the others go on.
+
+A sweep writes ``sweep.json`` into its directory before its first job, and never changes it but for
+``finished`` at its end: so a kill or a full disk leaves it whole. How far a job has come is what
+``resume=`` of a single run goes by: its own ``summary.json`` and checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from hybridtrain.cli import hydra_config
+from hybridtrain.cli.claim import attempt, claim, release
+from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.hydra_config import changed_keys, quoted
+from hybridtrain.cli.resume import (
+    ASIDE,
+    AUTO,
+    FORMAT,
+    has_finished,
+    newest,
+    newest_of_run,
+    output_root,
+    runs_below,
+    shown_differences,
+    typed_values,
+)
+from hybridtrain.cli.resume import expanded as expanded_run
+from hybridtrain.errors import UserError
+from hybridtrain.report.runs import CONFIG_FILE, SUMMARY_FILE, read_mapping, read_yaml
+from hybridtrain.util.files import short, write_whole
+from hybridtrain.util.option_types import is_number
+
+SWEEP_FILE = "sweep.json"
+_SEARCH = ("hydra/sweeper", "hydra.sweeper")
+_LENGTH = "hydra.sweeper.n_trials"  # a search may be made longer
+_PLACES = ("hydra.mode", "hydra.sweep.dir", "hydra.run.dir")
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What ``sweep.json`` says: the options of the command, and whether all jobs have finished."""
+
+    overrides: list[str] = field(default_factory=list)
+    hydra: list[str] = field(default_factory=list)
+    config_dirs: list[str] = field(default_factory=list)
+    finished: bool = False
+    format: int = FORMAT
+
+    def by_key(self) -> dict[str, str]:
+        """All options by their key, without those that name directories."""
+        return {k: x for x in (*self.overrides, *self.hydra) if (k := _key(x)) not in _PLACES}
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def read(directory: Path) -> Sweep:
+    """Raises UserError if this is no directory of a sweep, or of a newer version's."""
+    content = read_mapping(directory / SWEEP_FILE, [])
+    try:
+        found = Sweep(**content)
+        readable = bool(content) and found.format <= FORMAT and bool(found.by_key())
+    except (TypeError, AttributeError):
+        readable = False
+    if not readable:
+        raise UserError(
+            f"resume={directory}: this is not the directory of a sweep that this version can go on "
+            f"with (it has no whole {SWEEP_FILE}); give one such as multirun/DATE/TIME-ID, or a "
+            "job's without --multirun"
+        )
+    return found
+
+
+def sign(directory: Path, config: DictConfig) -> None:
+    """Write ``sweep.json``, unless the sweep goes on. Raises UserError."""
+    if config.get("resume") is not None:
+        return
+    given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    folders = [str(each.absolute()) for each in hydra_config.MORE_DIRS]
+    _write(directory, Sweep(given["task"], given["hydra"], folders))
+
+
+def finish(directory: Path) -> None:
+    """Note that there is nothing left to go on with."""
+    _write(directory, replace(read(directory), finished=True))
+
+
+def _write(directory: Path, sweep: Sweep) -> None:
+    path = directory / SWEEP_FILE
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(asdict(sweep), indent=2).encode() + b"\n")
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); choose another directory with "
+            "hydra.sweep.dir=DIR"
+        ) from None
+
+
+# ---- which sweep --------------------------------------------------------------------------------
+
+
+def expanded(overrides: Sequence[str]) -> list[str]:
+    """Replace ``resume`` of a sweep by the options that it stands for. Raises UserError."""
+    found = typed_values(overrides)
+    if found is None or found[1].get("resume") is None:
+        return expanded_run(overrides)
+    typed, values = found
+    text = typed.pop("resume")
+    if "resume_override" in typed:
+        raise UserError("resume_override: a sweep goes on only with the options that it had")
+    if "," in str(values["resume"]):
+        raise UserError(f"{text}: only one sweep, or one run at a time, can go on")
+    if values["resume"] != AUTO:
+        directory = Path(str(values["resume"]))
+        former = read(directory)
+        if other := _other(former, typed):
+            raise UserError(
+                f"resume={directory}: this sweep had other options: {', '.join(other[:5])}; leave "
+                "them out to go on as it was"
+            )
+        if former.finished and _LENGTH not in typed:
+            raise UserError(f"resume={directory}: all jobs of this sweep have finished")
+        claim(directory, f"resume={directory}", "end that sweep first, or wait")
+        return _going_on(directory, former, typed)
+    root = output_root(values, "sweep")
+    for directory in runs_below(root, SWEEP_FILE):
+        try:
+            former = read(directory)
+            if former.finished or _other(former, typed) or _missing(former, typed):
+                continue
+            if attempt(directory, "resume=auto") is not None:
+                continue
+        except UserError:
+            continue  # of another version, damaged, or read-only
+        if not read(directory).finished:  # checked again, now that it is claimed
+            return _going_on(directory, former, typed)
+        release(directory)
+    print(f"resume=auto: no unfinished sweep of these jobs in {root}; a new one begins", flush=True)
+    return list(typed.values())
+
+
+def _counts(key: str) -> bool:
+    """Whether an option decides which jobs there are."""
+    return key not in (*ASIDE, *_PLACES, _LENGTH) and (
+        not key.startswith("hydra") or key.startswith(_SEARCH)
+    )
+
+
+def _other(former: Sweep, typed: dict[str, str]) -> list[str]:
+    """The typed options that the sweep did not have."""
+    known = former.by_key()
+    return [x for key, x in typed.items() if _counts(key) and known.get(key.lstrip("+~")) != x]
+
+
+def _missing(former: Sweep, typed: dict[str, str]) -> bool:
+    names = {key.lstrip("+~") for key in typed}
+    return any(_counts(key) and key not in names for key in former.by_key())
+
+
+def _going_on(directory: Path, former: Sweep, typed: dict[str, str]) -> list[str]:
+    hydra_config.MORE_DIRS[:] = hydra_config.MORE_DIRS or [Path(x) for x in former.config_dirs]
+    if gone := [each for each in hydra_config.MORE_DIRS if not each.is_dir()]:
+        raise UserError(f"resume={directory}: {gone[0]} is gone; give --config-dir FOLDER")
+    print(f"the sweep in {directory} goes on", flush=True)
+    options = former.by_key() | {key.lstrip("+~"): text for key, text in typed.items()}
+    kept = [x for key, x in options.items() if key not in _PLACES and key not in ("resume", *ASIDE)]
+    aside = [text for key, text in typed.items() if key in ASIDE]
+    return [*kept, *aside, quoted("resume", directory), quoted("hydra.sweep.dir", directory)]
+
+
+# ---- its jobs -----------------------------------------------------------------------------------
+
+
+def kept(directory: Path, cfg: DictConfig) -> CommandOutcome | None:
+    """The outcome of a job that has finished before; None: it has not.
+
+    Raises:
+        UserError: if the job was configured otherwise, for example by another version of a file.
+    """
+    _check_same(directory, cfg)
+    if not has_finished(directory):
+        return None
+    metrics = read_mapping(directory / SUMMARY_FILE, []).get("metrics", {})
+    metric = metrics.get(cfg.task.metric) if isinstance(metrics, dict) else None
+    return CommandOutcome(metric=metric if is_number(metric) else None, directory=short(directory))
+
+
+def _check_same(directory: Path, cfg: DictConfig) -> None:
+    try:
+        then = read_yaml(directory / CONFIG_FILE)
+    except UserError:  # it has not begun, or was killed or had no room while it did
+        return
+    now = OmegaConf.to_container(cfg, resolve=False)
+    found = [
+        (key, before, after)
+        for key, before, after in changed_keys(then, now)
+        if before is not None and not any(key == x or key.startswith(f"{x}.") for x in ASIDE)
+    ]
+    if found:
+        raise UserError(
+            f"resume: the job in {directory} had another configuration: "
+            f"{shown_differences(found)}; begin another sweep"
+        )
+
+
+def going_on(directory: Path) -> list[str]:
+    """Overrides with which the job continues, or begins if it has not yet."""
+    if not (directory / CONFIG_FILE).exists():
+        return ["resume=null"]
+    try:
+        path = newest_of_run(directory)
+    except UserError:  # its configuration is damaged, or has values that only the job knows
+        path = newest([directory / "checkpoints"])
+    name = path.name if path else "its beginning"
+    print(f"{directory} goes on from {name}", flush=True)
+    return [quoted("resume", directory), *([] if path is None else [quoted("ckpt", path)])]
