@@ -41,7 +41,8 @@ class Requirements:
     made to wait. ``everyone``: an update is one gradient of each worker, and nothing else.
     ``together``: so many workers, those of a host, go on together, and one of them hands over for
     all; they take the mean of each step's gradients, or, ``mean_every`` so many, of parameters.
-    ``evaluates``: an update is an evaluation of the whole loss, which an epoch makes.
+    ``evaluates``: an update is an evaluation of the whole loss, which an epoch makes; ``backs_up``:
+    near its end, idle workers process mini-batches of others, too.
     """
 
     whole_rounds: bool = True
@@ -58,6 +59,7 @@ class Requirements:
     free: bool = False
     everyone: bool = False
     evaluates: bool = False
+    backs_up: bool = False
     together: int = 1
     mean_every: int = 0
 
@@ -168,6 +170,7 @@ def combine(
         asks=needs.asks,
         free=needs.free,
         evaluates=evaluates(exchange),
+        backs_up=needs.backs_up,
         everyone=needs.everyone and n_workers > 1 and exchange.parameters == "read",
         together=1 if inside is None else inside.workers,
         mean_every=0 if inside is None else inside.every,

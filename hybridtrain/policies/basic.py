@@ -123,19 +123,27 @@ class WaitForAll:
 
 
 @dataclass
-class WholePass(WaitForAll):
+class WholePass(Checked, WaitForAll):
     """An update is one pass over the data, to which each worker gives its part once.
 
     Workers draw from one queue until it is empty. Before their first mini-batch of a pass they ask
     for the point at which the loss is to be evaluated. The coordinator of Sandblaster (Dean et al.
     2012, appendix, algorithm 1.2).
+
+    Args:
+        backups: near the end of a pass an idle worker processes a mini-batch of a slower one, too;
+            the first answer counts.
     """
 
+    backups: bool = True
     exchange: ClassVar[str] = "summed"
 
     def begin(self, n_workers: int) -> Needs:
         super().begin(n_workers)
-        return Needs(False, holds=True, asks=True, gathers=PASS, whole_pass=True)
+        twice = self.backups and n_workers > 1
+        return Needs(
+            False, holds=True, asks=True, gathers=PASS, whole_pass=True, backs_up=twice
+        )
 
     def on(self, fact: Fact) -> Sequence[Order]:
         return (Release((fact.worker,)),) if isinstance(fact, Ready) else super().on(fact)

@@ -16,6 +16,7 @@ from hybridtrain.memory.sparse_rows import Packed
 from hybridtrain.protocol.messages import (
     Average,
     Begin,
+    Claim,
     Draw,
     Gather,
     GradientPush,
@@ -85,6 +86,8 @@ def checksum_of(message: Request | Note, worker: int, rows: GradientRows | None)
             said = f"{tag} {patient}"
         case Draw():
             said = repr(_drawn(message))
+        case Claim(batch):
+            said = repr(tuple(batch))
         case Share(layout, averaging):
             said = repr((layout.slots, averaging))
         case Install(optimizers, version):

@@ -258,6 +258,13 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """The worker has processed this mini-batch, which another one may process, too."""
+
+    batch: DrawnBatch
+
+
+@dataclass(frozen=True, slots=True)
 class Pull:
     """Update the worker's parameters, after these ``writes`` of user code."""
 
@@ -307,6 +314,7 @@ Request = (
     | Push
     | Gather
     | Draw
+    | Claim
     | Pull
     | Snapshot
     | ReadStats
@@ -395,6 +403,13 @@ class Shared:
 
     n_bytes: int
     lent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """``counts``: the worker's answer to the mini-batch is the first."""
+
+    counts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,6 +548,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Overtaken:
+    """Another worker's answer to this mini-batch has come first."""
+
+    batch: DrawnBatch
+
+
+@dataclass(frozen=True, slots=True)
 class SavePermission:
     """To a worker that has stopped: write the last checkpoint (``saves``), or do not."""
 
@@ -558,12 +580,13 @@ Answer = (
     | Released
     | Gathered
     | Ticket
+    | Claimed
     | OptimizerState
     | Stats
     | Refused
     | SharedState
 )
-Reply = Answer | Stop | Gone | Back | Called | RequestProgress | SavePermission
+Reply = Answer | Stop | Gone | Back | Overtaken | Called | RequestProgress | SavePermission
 
 
 def name_of(message: object) -> str:

@@ -19,6 +19,10 @@ A pass may be cut into shards, equal parts of its order. A worker then draws som
 one shard and moves to the one visited least (Liu et al. 2024, arXiv:2401.09135, whose workers
 change their shard with every round).
 
+Where a pass is one evaluation (``backs_up``), a worker that finds nothing left gets a mini-batch
+that another one has drawn and would probably end later. Each says when it has processed one
+(``claim``), and only the first counts, so that every mini-batch is in one worker's sum.
+
 Where workers take turns, mini-batches are dealt instead: each worker's are known beforehand, so
 that training follows the order of the epoch. A worker gets those of its share that no worker has
 drawn, so that a restarted one continues where it was lost and repeats nothing that others have
@@ -27,10 +31,12 @@ processed since.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, StepRequest, Ticket
 from hybridtrain.protocol.spans import Span, Spans, common, merged, split, total, without
@@ -79,7 +85,9 @@ class _Pass:
     least: tuple[int, ...]  # the smallest mini-batch that each worker can draw
     limited: bool = False  # each worker has its own number of mini-batches
     served: set[int] = field(default_factory=set)  # workers that have drawn
-    drawn: dict[int, list[Spans]] = field(default_factory=dict)  # not part of an update yet
+    drawn: dict[int, list[Spans]] = field(default_factory=dict)  # not done yet
+    claimed: dict[int, list[Spans]] = field(default_factory=dict)  # done, part of no update yet
+    doubled: set[Spans] = field(default_factory=set)  # drawn by two workers
     ended: set[int] = field(default_factory=set)  # workers that will not draw again
     dealt: Counter[int] = field(default_factory=Counter)  # mini-batches dealt to each worker
     done: Counter[int] = field(default_factory=Counter)  # positions that are part of an update
@@ -148,12 +156,65 @@ class _Pass:
         return total(self.left) >= self.least[worker]
 
     def held(self, worker: int) -> int:
-        """The number of positions that the worker has drawn and that no update covers yet."""
+        """The number of positions that the worker has drawn and not done yet."""
         return sum(map(total, self.drawn.get(worker, [])))
 
+    def spare(self, worker: int, request: Draw) -> Spans:
+        """Draw the mini-batch of another worker that would end it last, and later than this one.
+
+        Of several in hand that is the last, which the other may not have begun. A smaller one is
+        the loader's last, so it comes when no other does.
+        """
+        size, found = request.sizes[worker], list[tuple[bool, float, Spans]]()
+        if not self.done[worker]:
+            return ()
+        own = (self.held(worker) + size) / self.done[worker]
+        fitting = range(size if request.drop_last else 1, size + 1)
+        for other, drawn in self.drawn.items():
+            n, done = 0, self.done[other] if other != worker else math.inf
+            for spans in drawn:
+                n += total(spans)
+                at = n / done if done else math.inf
+                if at > own and total(spans) in fitting and spans not in self.doubled:
+                    found.append((total(spans) == size, at, spans))
+        if not found:
+            return ()
+        spans = max(found, key=itemgetter(0, 1))[2]
+        self.doubled.add(spans)
+        self.drawn.setdefault(worker, []).append(spans)
+        return spans
+
+    def finish(self, worker: int, spans: Spans) -> None:
+        """The worker has done one that it has drawn."""
+        self.drawn[worker].remove(spans)
+        self.done[worker] += total(spans)
+        self.n_done += total(spans)
+
+    def claim(self, worker: int, spans: Spans) -> tuple[bool, list[int]]:
+        """Whether the worker's answer counts, and the others that have drawn the mini-batch."""
+        if spans not in self.drawn.get(worker, []):
+            return False, []
+        self.finish(worker, spans)
+        self.claimed.setdefault(worker, []).append(spans)
+        twice = self.drawn if spans in self.doubled else {}
+        others = [other for other, drawn in twice.items() if spans in drawn]
+        for other in others:
+            self.drawn[other].remove(spans)
+        self.doubled.discard(spans)
+        return True, others
+
+    def settle(self, worker: int, spans: Spans) -> None:
+        """An update covers what the worker has drawn."""
+        if spans in (claimed := self.claimed.get(worker, [])):
+            claimed.remove(spans)
+        elif spans in self.drawn.get(worker, []):
+            self.finish(worker, spans)
+
     def give_back(self, worker: int) -> None:
-        """Return the worker's drawn mini-batches to the queue."""
-        undone = [span for spans in self.drawn.pop(worker, []) for span in spans]
+        """Return the worker's mini-batches to the queue, but those that others process, too."""
+        gone = [*self.drawn.pop(worker, []), *self.claimed.pop(worker, [])]
+        undone = [span for spans in gone if spans not in self.doubled for span in spans]
+        self.doubled.difference_update(gone)
         self.left = merged([*self.left, *undone])
         self.dealt.pop(worker, None)
         self.shards.kept.pop(worker, None)
@@ -162,8 +223,8 @@ class _Pass:
 
     def unseen(self) -> Spans:
         """The positions that no update covers yet."""
-        drawn: list[Span] = [s for each in self.drawn.values() for spans in each for s in spans]
-        return merged([*self.left, *drawn])
+        held = [*self.drawn.values(), *self.claimed.values()]
+        return merged([*self.left, *[s for each in held for spans in each for s in spans]])
 
 
 @dataclass
@@ -174,10 +235,12 @@ class BatchQueue:
         members: the workers that train; shared with the server.
         covered: the number of mini-batches that a worker has finished without the server, if it
             makes steps.
+        backs_up: near the end of a pass, workers draw mini-batches of others.
     """
 
     members: set[int]
     covered: Callable[[int], int] | None = None
+    backs_up: bool = False
     _passes: dict[LoaderPass, _Pass] = field(default_factory=dict)
     # By worker: released pushes of steps not made yet: covered after them, mini-batches, samples.
     _owed: dict[int, tuple[int, tuple[DrawnBatch, ...], float]] = field(default_factory=dict)
@@ -205,6 +268,9 @@ class BatchQueue:
             there = self.members - self._away - one.ended  # a restarting one may need this step
             others = {each for each in there if one.suffices(each)} - {worker}
             n = 0 if one.others_are_sooner(worker, n, others, request) else n
+        if n < size and self.backs_up and not request.limited and len(self._passes) == 1:
+            if spare := one.spare(worker, request):
+                return Ticket(spare)
         if n < size:
             one.ended.add(worker)  # loaders take a smaller mini-batch for the last
         if n == size or (n > 0 and not request.drop_last):
@@ -235,11 +301,13 @@ class BatchQueue:
     def settle(self, worker: int, covers: tuple[DrawnBatch, ...]) -> None:
         """An update covers these mini-batches of the worker."""
         for cover in covers:
-            drawn = self._passes[cover.lap].drawn if cover.lap in self._passes else {}
-            if cover.spans in drawn.get(worker, []):
-                drawn[worker].remove(cover.spans)
-                self._passes[cover.lap].done[worker] += total(cover.spans)
-                self._passes[cover.lap].n_done += total(cover.spans)
+            if cover.lap in self._passes:
+                self._passes[cover.lap].settle(worker, cover.spans)
+
+    def claim(self, worker: int, batch: DrawnBatch) -> tuple[bool, list[int]]:
+        """The worker has processed the mini-batch: whether it counts, and who does it in vain."""
+        one = self._passes.get(batch.lap)
+        return (False, []) if one is None else one.claim(worker, batch.spans)
 
     def keep(self, worker: int, covers: Sequence[DrawnBatch]) -> int:
         """These mini-batches are done, but a checkpoint begins the pass anew; returns their holder.
@@ -248,9 +316,9 @@ class BatchQueue:
         """
         for cover in covers:
             if cover.lap in self._passes:
-                drawn = self._passes[cover.lap].drawn
-                drawn[worker].remove(cover.spans)
-                drawn.setdefault(NOBODY, []).append(cover.spans)
+                one = self._passes[cover.lap]
+                one.settle(worker, cover.spans)
+                one.claimed.setdefault(NOBODY, []).append(cover.spans)
         return NOBODY
 
     def done(self, worker: int, push: Push, samples: float) -> None:

@@ -44,6 +44,8 @@ from hybridtrain.protocol.messages import (
     Begin,
     Called,
     Changed,
+    Claim,
+    Claimed,
     Done,
     Draw,
     Gather,
@@ -53,6 +55,7 @@ from hybridtrain.protocol.messages import (
     Lent,
     Note,
     OptimizerState,
+    Overtaken,
     Paused,
     Pull,
     Push,
@@ -130,7 +133,7 @@ class Server:
         members = self._members = set(range(n_workers))
         self._meeting: Barrier[Request] = Barrier(set(self._members))
         self._pool, self._late = Pool(threads), LateGradients(correction, self.statistics.age)
-        self._queue = BatchQueue(self._members)
+        self._queue = BatchQueue(self._members, backs_up=wants.backs_up)
         handed_over = HandedOver(codec_of(exchange), self.statistics)
         self._rounds = Rounds(
             policy,
@@ -231,6 +234,9 @@ class Server:
                 return self._meet(worker, message)
             case Draw():
                 return [(worker, self._queue.draw(worker, message))]
+            case Claim(batch):
+                counts, others = self._queue.claim(worker, batch)
+                return [(worker, Claimed(counts)), *((each, Overtaken(batch)) for each in others)]
             case Pull(writes):
                 self._rounds.take(worker, writes)
                 self.optimizers.settle()

@@ -197,7 +197,7 @@ class EpochSampler(Sampler[int]):
         if portion is not None:
             self._running, self._without_now = portion, portion.without
             if portion.cover is not None:
-                self._client.cover(portion.cover)
+                self._client.tickets.cover(portion.cover)
         return portion
 
     @property

@@ -29,9 +29,10 @@ from hybridtrain.protocol.messages import (
     Called,
     Changed,
     Changes,
+    Claim,
+    Claimed,
     Done,
     Draw,
-    DrawnBatch,
     Gather,
     Gathered,
     GetState,
@@ -41,6 +42,7 @@ from hybridtrain.protocol.messages import (
     LoaderPass,
     Note,
     OptimizerState,
+    Overtaken,
     Progress,
     Pull,
     Push,
@@ -68,7 +70,7 @@ from hybridtrain.worker.own_updates.one_by_one import OwnUpdates
 from hybridtrain.worker.own_updates.own_steps import AT_ONCE, OwnSteps
 from hybridtrain.worker.own_updates.round_maker import Bells, RoundMaker
 from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
-from hybridtrain.worker.tickets import Tickets
+from hybridtrain.worker.tickets import NotNeeded, Tickets
 
 
 class StopRequested(KeyboardInterrupt):
@@ -130,8 +132,7 @@ class Client:
         # Data.
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
         self.snapshot_counts: dict[str, int] = {}  # updates, samples of this run at that moment
-        self._tickets = Tickets(worker)
-        self._covers: list[DrawnBatch] = []
+        self.tickets = Tickets(worker)
         self._calls: list[ScheduleCall] = []  # of learning-rate schedules, not sent yet
         self.has_called = False  # from then on the server makes each update
         self.take_calls: Callable[[tuple[ScheduleCall, ...]], object] = lambda calls: None
@@ -197,8 +198,7 @@ class Client:
 
     def average(self, request: Average) -> Averaged:
         """Request the mean of all workers' gradients; this one's lies in its row."""
-        averaged: Averaged = self._ask(request, Averaged, True)[0]
-        return averaged
+        return self._ask(request, Averaged, True)[0]
 
     def offer(
         self, push: Push, then: Taking, undo: Undoing | None = None, settles: bool = True
@@ -214,8 +214,8 @@ class Client:
             return
         self.settle()
         if settles:
-            covers, self._covers = tuple(self._covers), []
-            if push.waits and (draws := self._tickets.ask()):
+            covers = tuple(self.tickets.pop_covers())
+            if push.waits and (draws := self.tickets.ask()):
                 push = replace(push, draws=draws)
             push = replace(push, covers=covers) if covers else push
         undoing, n_covers = [undo] if undo is not None else [], len(push.covers)
@@ -242,19 +242,18 @@ class Client:
         return self.version
 
     def _count(self, own: OwnSteps, push: Push, then: Taking) -> None:
-        covers, self._covers = self._covers, []
-        self.version, self.has_stepped = own.make(push, covers, then), True
+        self.version, self.has_stepped = own.make(push, self.tickets.pop_covers(), then), True
 
     def _makes(self, push: Push, then: Taking) -> bool:
         """Make the update of this push one by one, if possible; returns whether it was."""
         own = self.own
-        if self.updates is None or own is None or self.has_called or self.is_mixed():
+        if self.updates is None or own is None or self.has_called or self.tickets.is_mixed:
             return False
         if self.unsettled is not None:  # until then the row and the parameters are in use
             self._await_offered()
         if not self.updates.make(push, lambda: self._count(own, push, lambda released: None)):
             return False
-        self._tickets.most = AT_ONCE
+        self.tickets.most = AT_ONCE
         self._report_if_due(own)
         then(Released(self.version))
         return True
@@ -316,29 +315,28 @@ class Client:
         That saves a round trip for each mini-batch; the worker still gets its mini-batch no sooner
         than if it asked after its release.
         """
-        if not self._computes_on or self._tickets.is_under_way(request.lap):
+        if not self._computes_on or self.tickets.is_under_way(request.lap):
             self._await_offered()
         if request.begins:
-            self._tickets.begin(request.lap)
-        ticket = self._tickets.take(request)
+            self.tickets.begin(request.lap)
+        ticket = self.tickets.take(request)
         if ticket is None:
             found = self._ask(request, Ticket, settles=not self._computes_on)[0]
-            self._tickets.add(request.lap, found)
-            ticket = self._tickets.take(request)
+            self.tickets.add(request.lap, found)
+            ticket = self.tickets.take(request)
             assert ticket is not None, "it was added"
         return ticket
 
-    def draw_at_once(self, most: int) -> None:
-        """Draw so many mini-batches together, while plenty are left."""
-        self._tickets.most = most
+    def claim(self) -> bool:
+        """Training has processed its last mini-batch; whether no other worker has before."""
+        newest = self.tickets.covers[-1:]
+        return not newest or self.tickets.keep(self._ask(Claim(newest[0]), Claimed)[0].counts)
 
-    def cover(self, cover: DrawnBatch) -> None:
-        """The next push covers this mini-batch, too."""
-        self._covers.append(cover)
-
-    def is_mixed(self) -> bool:
-        """Whether the next push covers several loaders, whose order only this worker knows."""
-        return len({cover.lap for cover in self._covers}) > 1
+    def check_need(self) -> None:
+        """Raises ``NotNeeded`` if another worker has processed training's last mini-batch."""
+        self._receive_all()
+        if self.tickets.is_overtaken:
+            raise NotNeeded
 
     # ---- reading and meeting --------------------------------------------------------------------
 
@@ -466,7 +464,7 @@ class Client:
         if isinstance(released, Refused):
             raise UserError(released.reason)
         for draw, ticket in zip(push.draws, released.tickets, strict=False):
-            self._tickets.add(draw.lap, ticket)
+            self.tickets.add(draw.lap, ticket)
         if not push.made:  # else this worker knows a newer version
             self.version, self.counted = released.version, self.counted and released.counted
             self.has_stepped = True
@@ -477,10 +475,10 @@ class Client:
             self.own.asked(push.covers if released.counted else 0, released.version)
 
     def _report_if_due(self, own: OwnSteps) -> None:
-        if self._tickets.wanted or self._reports(due=not own.may_wait):
+        if self.tickets.wanted or self._reports(due=not own.may_wait):
             self._receive_all()
             if self.offered is None or own.must_tell:
-                self._report_steps(own, self._tickets.ask())
+                self._report_steps(own, self.tickets.ask())
             if self.log is not None:  # a replay repeats which mini-batches were drawn by then
                 self._await_offered()
 
@@ -549,7 +547,7 @@ class Client:
                 case SavePermission():  # this worker has failed: no other answer will follow
                     self.save_permission = reply
                     raise StopRequested
-                case Stop() | Gone() | Back() | Called() | RequestProgress():
+                case Stop() | Gone() | Back() | Overtaken() | Called() | RequestProgress():
                     self._receive(reply)
                 case Released() if kind is not Released:
                     self._receive(reply)
@@ -581,6 +579,8 @@ class Client:
                 self.away -= {worker}
                 self.gone = [x for x in self.gone if x.worker != worker]
                 self.on_change()
+            case Overtaken(batch):
+                self.tickets.overtaken.add(batch)
             case Called(calls):
                 self.take_calls(calls)
             case Released() | Refused():

@@ -1,16 +1,20 @@
-"""Mini-batches that a worker has drawn from the shared queue and not begun."""
+"""Mini-batches that a worker has drawn from the shared queue, and what it has not handed over."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
 
-from hybridtrain.protocol.messages import Draw, LoaderPass, Ticket
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Ticket
 from hybridtrain.protocol.spans import total
 
 
+class NotNeeded(Exception):
+    """Another worker has processed this mini-batch, too, and before this one."""
+
+
 class Tickets:
-    """The mini-batches received, and the requests for the next push.
+    """The mini-batches received, those that training has taken, and requests for the next push.
 
     Args:
         worker: its number.
@@ -18,6 +22,8 @@ class Tickets:
 
     def __init__(self, worker: int) -> None:
         self.most = 1  # mini-batches per request
+        self.covers: list[DrawnBatch] = []  # taken, and not handed over
+        self.overtaken: set[DrawnBatch] = set()  # another worker's answer has come first
         self._worker = worker
         self._here: dict[LoaderPass, deque[Ticket]] = {}
         self._wanted: dict[LoaderPass, Draw] = {}
@@ -29,8 +35,38 @@ class Tickets:
         """Whether the next push has a request."""
         return bool(self._wanted)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the next push covers several loaders, whose order only this worker knows."""
+        return len({cover.lap for cover in self.covers}) > 1
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether training's last mini-batch is not needed any more."""
+        return bool(self.covers) and self.covers[-1] in self.overtaken
+
+    def cover(self, batch: DrawnBatch) -> None:
+        """Training takes this mini-batch, which the next push covers, too."""
+        self.covers.append(batch)
+
+    def keep(self, counts: bool) -> bool:
+        """Whether the last mini-batch counts; if not, nothing is handed over for it."""
+        if not counts:
+            self.covers.pop()
+        return counts
+
+    def draw_at_once(self, most: int) -> None:
+        """Draw so many mini-batches together, while plenty are left."""
+        self.most = most
+
+    def pop_covers(self) -> list[DrawnBatch]:
+        """What is handed over now."""
+        covers, self.covers = self.covers, []
+        return covers
+
     def begin(self, lap: LoaderPass) -> None:
         """Begin a pass: forget earlier passes of the loader."""
+        self.overtaken.clear()
         for former in [each for each in self._here if each.loader == lap.loader]:
             del self._here[former], self._few[former]
         for former in [each for each in self._wanted if each.loader == lap.loader]:

@@ -107,7 +107,7 @@ class Life:
             ticket = self.client.draw(Draw(*_fields(ask), begins=begins))
             begins = not ticket.spans
             if ticket.spans:
-                self.client.cover(DrawnBatch(lap, ticket.spans))
+                self.client.tickets.cover(DrawnBatch(lap, ticket.spans))
                 self._step(ticket.spans[0][0])
             else:
                 self.client.settle()

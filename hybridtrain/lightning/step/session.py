@@ -32,6 +32,7 @@ from hybridtrain.updates.groups import puts_off, takes_sparse
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
+from hybridtrain.worker.tickets import NotNeeded
 
 
 class Session(WorkerSession):
@@ -285,9 +286,12 @@ class Session(WorkerSession):
 
     def training_step(self, step: Callable[[], Any]) -> Any:
         """Run the user's; ``None``, as if it had returned that, where a fault is forgiven."""
-        automatic = self._module.automatic_optimization
+        automatic, backs_up = self._module.automatic_optimization, self._requirements.backs_up
         try:
+            self._client.check_need() if backs_up else None
             output = step()
+        except NotNeeded:
+            output = None
         except Exception as error:
             # Under manual optimization others already wait for steps that would not come.
             if not automatic or not self.guard.forgives(error):
@@ -306,7 +310,7 @@ class Session(WorkerSession):
         try:
             return run()
         except Exception as error:
-            if not self.guard.forgives(error):
+            if not isinstance(error, NotNeeded) and not self.guard.forgives(error):
                 raise
         for parameter in self._parameters:
             parameter.grad = None

@@ -60,7 +60,7 @@ class InPlace:
     def step_unasked(self) -> None:
         """From now on, where the number of the step is known here."""
         self._goes_first = True
-        self._client.draw_at_once(AT_ONCE)
+        self._client.tickets.draw_at_once(AT_ONCE)
 
     def ask(self) -> None:
         """From now on: there is another optimizer, whose steps are counted as well."""
@@ -89,7 +89,7 @@ class InPlace:
         """What makes the step without asking, if that can be done."""
         own, offset = self._client.own, self._lent.offset
         client, knows = self._client, self._goes_first and not self._is_old
-        must_ask = not knows or client.has_called or client.is_mixed() or self.absent()
+        must_ask = not knows or client.has_called or client.tickets.is_mixed or self.absent()
         if must_ask or own is None or offset is None:
             return None
         return lambda: self._step(offset + own.made.total)

@@ -49,6 +49,11 @@ class LocalStep(WorkerStep):
         source = self._means or replica
         fresh = wants.whole_rounds
         self._local = LocalSteps(optimizer, self.numbers, source, exchange, fresh, *place)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _: parts.client.check_need())
+            for parameter in self.parameters
+            if wants.backs_up and parameter.requires_grad
+        ]
 
     def _step(self, closure: Closure | None) -> Any:
         loss = run(closure) if closure is not None else None
@@ -73,6 +78,8 @@ class LocalStep(WorkerStep):
         self._check_members()
         self._end_step()
         self._used += samples
+        if self._parts.requirements.backs_up and not self._client.claim():
+            samples = 0.0
         if samples > 0 and self._parts.requirements.evaluates:  # a sum could not tell which it was
             self._guard.accepts(self.numbers, self._replica.collect(self.numbers))
         if self._means is not None:
@@ -139,6 +146,10 @@ class LocalStep(WorkerStep):
 
     def state_dict(self, saved: Saved) -> dict[str, Any]:
         return without_fetching(self.optimizer) | self._of_masters(saved)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def own_state(self) -> dict[str, Any]:
         if self._parts.requirements.evaluates:  # a pass is begun anew

@@ -29,9 +29,12 @@ from hybridtrain.policies import Policy
 from hybridtrain.protocol.events import Admitted, Event, Received, Removed, TimerExpired
 from hybridtrain.protocol.messages import (
     Begin,
+    Claim,
+    Claimed,
     Gather,
     Gathered,
     GradientPush,
+    Overtaken,
     Push,
     Refused,
     Released,
@@ -446,6 +449,8 @@ class VirtualWorld:
 
     def _end_mini_batch(self, worker: int, push: Push) -> None:
         """The worker has ended its mini-batch, and pushes."""
+        if self.server.requirements.backs_up and not self._counts(worker, push):
+            return
         made: Push | Await | None = push
         if (replicas := self._replicas) is not None and push.weight > 0:
             made = replicas.compute(worker, push)
@@ -456,6 +461,23 @@ class VirtualWorld:
         if self._alone and self._timeline is not None:
             self._timeline.stepped(worker, self.now_s)
         self._leaves(worker, made, self.now_s, at_once=self._direct)
+
+    def _counts(self, worker: int, push: Push) -> bool:
+        """Whether the worker's answer to its mini-batch is the first; the others break off."""
+        replies = self.server.on(Received(worker, Claim(push.covers[0])))
+        for other, reply in replies:
+            if isinstance(reply, Overtaken):
+                self._break_off(other)
+        return any(isinstance(reply, Claimed) and reply.counts for _, reply in replies)
+
+    def _break_off(self, worker: int) -> None:
+        """Another worker has processed this one's mini-batch."""
+        self.interrupted += 1
+        self._doing[worker] += 1
+        del self._work[worker]
+        if self._timeline is not None:
+            self._timeline.interrupted(worker, self.now_s)
+        self._go_on(worker, self.now_s)
 
     def _say(self, worker: int, said: Push | Begin | Gather, at_s: float) -> None:
         """At ``at_s`` the worker sends a message; a new activity begins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +69,8 @@ def trained(
 ) -> tuple[Any, pl.Trainer]:
     """A module after so many passes, and its trainer."""
     ours = {name: options.pop(name) for name in ("on_failure", "faults") if name in options}
-    strategy = HybridStrategy("sandblaster", update=OPTIONS.get(update, update), **ours)
+    policy = options.pop("policy", "sandblaster")
+    strategy = HybridStrategy(policy, update=OPTIONS.get(update, update), **ours)
     trainer = make_trainer(strategy, workers, max_epochs=epochs, **options)
     torch.manual_seed(6)
     train = loader or DataLoader(samples or data(), size, shuffle=True)
@@ -118,7 +120,8 @@ def test_any_number_of_workers_and_portions_is_one_process_with_all_data(
     expected = alone(epochs, update)[epochs]
     assert float((flat(module) - expected).abs().max()) < 1e-9
     assert trainer.global_step == epochs
-    assert counted.counts.tolist() == [epochs] * N
+    assert min(counted.counts.tolist()) == epochs
+    assert trainer.strategy.run_stats()["samples"] == epochs * N
 
 
 @pytest.mark.parametrize("update", KINDS)
@@ -141,6 +144,42 @@ def test_what_is_validated_is_the_accepted_point() -> None:
     last = float(torch.nn.functional.mse_loss(module.net(x), y))
     assert losses[-1] == pytest.approx(last, rel=1e-12)
     assert len(set(losses)) < 8, "some epochs have searched on"
+
+
+# ---- backups ------------------------------------------------------------------------------------
+
+
+class Stalls(Regression):
+    """Worker 1 ends none of its first portions before another worker has begun it, too."""
+
+    loaded: torch.Tensor  # how often each sample has been
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and self.current_epoch == 0:
+            mine = [data().tensors[1].tolist().index(value) for value in batch[1].tolist()]
+            while int(self.loaded[mine].min()) < 2:
+                time.sleep(0.001)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("workers", "size"), by_default([(2, 4), (2, 5), (3, 4)], (2, 5)))
+def test_a_portion_of_a_worker_that_stalls_is_processed_by_others_and_counts_once(
+    workers: int, size: int
+) -> None:
+    counted, module = Recorder(data()), Stalls().double()
+    module.load_state_dict(made().state_dict())
+    module.loaded = counted.counts
+    module, trainer = trained(workers, size, 4, samples=counted, module=module)
+    assert float((flat(module) - alone(4, "lbfgs")[4]).abs().max()) < 1e-9
+    assert trainer.strategy.run_stats()["samples"] == 4 * N
+    assert int(counted.counts.sum()) > 4 * N, "some were processed twice"
+
+
+def test_without_backups_every_portion_is_processed_once() -> None:
+    counted = Recorder(data())
+    policy = {"name": "sandblaster", "backups": False}
+    trained(2, 5, 3, samples=counted, policy=policy)
+    assert counted.counts.tolist() == [3] * N
 
 
 # ---- workers that fail, training that stops ------------------------------------------------------
@@ -328,13 +367,14 @@ class Nothing:
     def epoch_ended(self) -> None: ...
 
 
-def pass_s(workers: int, portions: int) -> float:
+def pass_s(workers: int, portions: int, backups: bool) -> float:
     """The time of a pass that is one second of work for each of these workers, one in 20 of which
     takes three times as long."""
     slower = dict.fromkeys(range(0, workers, 20), 3.0)
     times = ServiceTimes("lognormal", 1 / portions, 0.2, slower)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    task, policy = Nothing(workers, portions), make_policy("sandblaster")
+    task = Nothing(workers, portions)
+    policy = make_policy({"name": "sandblaster", "backups": backups})
     world = VirtualWorld(policy, workers, times, task=task, optimizer=sgd)
     world.run(epochs=1)
     return world.now_s
@@ -343,8 +383,15 @@ def pass_s(workers: int, portions: int) -> float:
 @pytest.mark.parametrize("workers", by_default([100, 1000], 100))
 def test_small_portions_leave_little_to_wait_for(workers: int) -> None:
     """One portion for each worker takes as long as the slowest of the slow. With n, the pass takes
-    little more than a mean worker, and at most one portion of a slow one: 1.03 + 3 / n seconds."""
-    whole, small = pass_s(workers, 1), pass_s(workers, 10)
+    little more than a mean worker, and at most one portion of a slow one: 1.03 + 3 / n seconds.
+    With backups it is one of a mean worker: 1.03 + 1 / n, and who finds nothing left has begun one
+    that a slow worker will not end before."""
+    whole, small = pass_s(workers, 1, False), pass_s(workers, 10, False)
     assert 2.5 < whole < 6.5
     assert 1.0 < small < 1.75
     assert whole / small > 1.8
+    few, twice, small_twice = (
+        pass_s(workers, 4, False), pass_s(workers, 4, True), pass_s(workers, 10, True)
+    )
+    assert twice < 1.4 < few, "as fast as with more than twice as many portions"
+    assert small_twice < 0.96 * small < small
