@@ -165,7 +165,7 @@ class _Pass:
         Of several in hand that is the last, which the other may not have begun. A smaller one is
         the loader's last, so it comes when no other does.
         """
-        size, found = request.sizes[worker], list[tuple[bool, float, Spans]]()
+        size, found = request.sizes[worker], list[tuple[bool, float, int, Spans]]()
         if not self.done[worker]:
             return ()
         own = (self.held(worker) + size) / self.done[worker]
@@ -176,10 +176,10 @@ class _Pass:
                 n += total(spans)
                 at = n / done if done else math.inf
                 if at > own and total(spans) in fitting and spans not in self.doubled:
-                    found.append((total(spans) == size, at, spans))
+                    found.append((total(spans) == size, at, n, spans))
         if not found:
             return ()
-        spans = max(found, key=itemgetter(0, 1))[2]
+        spans = max(found, key=itemgetter(0, 1, 2))[3]
         self.doubled.add(spans)
         self.drawn.setdefault(worker, []).append(spans)
         return spans

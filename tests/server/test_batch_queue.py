@@ -337,3 +337,73 @@ def test_what_has_been_stepped_does_not_go_back_when_a_pass_is_opened_again() ->
     queue.done(0, StepRequest(0, 4.0, covers=(DrawnBatch(lap, spans),)), 4.0)
     made[0] = 1
     assert queue.draw(0, draw(8, (4,), begins=True)).spans != spans
+
+
+# ---- backups: a mini-batch that two workers have -------------------------------------------------
+
+
+def claims(queue: BatchQueue, worker: int, spans: Spans) -> tuple[bool, list[int]]:
+    return queue.claim(worker, DrawnBatch(FIRST, spans))
+
+
+def backed_up(length: int, workers: int, **options: bool) -> tuple[BatchQueue, Draw, list[Spans]]:
+    """The last worker has drawn two mini-batches and done none; the first has done the rest."""
+    queue = BatchQueue(set(range(workers)), backs_up=True)
+    ask = draw(length, (2,) * workers, **options)
+    slow = [queue.draw(workers - 1, ask).spans for _ in range(2)]
+    while not queue.is_whole([DrawnBatch(FIRST, spans) for spans in slow]):
+        spans = queue.draw(0, ask).spans
+        assert claims(queue, 0, spans) == (True, [])
+        queue.settle(0, (DrawnBatch(FIRST, spans),))
+    return queue, ask, slow
+
+
+def test_an_idle_worker_gets_what_a_slower_one_has_not_begun_and_then_what_it_has() -> None:
+    queue, ask, slow = backed_up(12, 2)
+    assert queue.draw(0, ask).spans == slow[1]
+    assert queue.draw(0, ask).spans == slow[0]
+    assert queue.draw(0, ask).spans == (), "nothing a third time"
+
+
+def test_the_first_claim_counts_and_the_other_worker_is_named() -> None:
+    queue, ask, slow = backed_up(12, 2)
+    queue.draw(0, ask), queue.draw(0, ask)
+    assert claims(queue, 0, slow[1]) == (True, [1])
+    assert claims(queue, 1, slow[0]) == (True, [0])
+    assert claims(queue, 0, slow[0]) == (False, []) == claims(queue, 1, slow[1])
+    assert queue.is_whole([DrawnBatch(FIRST, spans) for spans in slow])
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_worker_gives_back_what_nobody_else_processes(lost: int) -> None:
+    queue, ask, slow = backed_up(12, 2)
+    queue.draw(0, ask)
+    assert claims(queue, lost, slow[1])[0]
+    queue.members.discard(lost)
+    queue.lost(lost)
+    left = {0: [slow[1]], 1: slow}[lost]
+    drawn = [queue.draw(1 - lost, ask).spans for _ in left]
+    assert merged([s for spans in drawn for s in spans]) == merged([s for x in left for s in x])
+    assert not claims(queue, lost, slow[1])[0], "it is the other one's now"
+
+
+def test_one_that_two_have_stays_with_the_other_where_one_is_lost() -> None:
+    queue, ask, slow = backed_up(12, 2)
+    queue.draw(0, ask)
+    queue.members.discard(1)
+    queue.lost(1)
+    assert claims(queue, 0, slow[1]) == (True, [])
+    assert queue.draw(0, ask).spans == slow[0] and queue.draw(0, ask).spans == ()
+
+
+def test_a_smaller_one_comes_last_since_a_loader_takes_it_for_the_end() -> None:
+    queue, ask, _ = backed_up(12, 2)
+    ask = replace(ask, sizes=(3, 2))
+    assert total(queue.draw(0, ask).spans) == 2
+    assert queue.draw(0, replace(ask, drop_last=True)).spans == ()
+
+
+def test_without_a_speed_there_are_no_backups() -> None:
+    queue, ask = BatchQueue({0, 1}, backs_up=True), draw(4, (2, 2))
+    assert [queue.draw(worker, ask).spans for worker in (1, 0)] == [((0, 2),), ((2, 4),)]
+    assert queue.draw(0, ask).spans == ()

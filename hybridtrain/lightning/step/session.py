@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -291,6 +292,7 @@ class Session(WorkerSession):
             self._client.check_need() if backs_up else None
             output = step()
         except NotNeeded:
+            warnings.filterwarnings("ignore", ".*training_step.*returned.*None")  # Lightning's
             output = None
         except Exception as error:
             # Under manual optimization others already wait for steps that would not come.

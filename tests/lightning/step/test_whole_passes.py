@@ -326,10 +326,18 @@ def test_a_loss_that_is_a_sum_is_noticed_in_a_short_portion(
 # ---- replay, virtual time ------------------------------------------------------------------------
 
 
+class Dawdles(Regression):
+    """Worker 1 is slow, so that others process its portions, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02 * (self.global_rank == 1))
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
 def test_a_run_is_replayed_to_the_bit(workers: int, tmp_path: Path) -> None:
     """Which worker adds up which portions is another in each run, and the same in a replay."""
-    run = Run(tmp_path, "sandblaster", workers, module=Regression, trainer={"max_epochs": 4})
+    run = Run(tmp_path, "sandblaster", workers, module=Dawdles, trainer={"max_epochs": 4})
     check_equal(run, run.record())
 
 
@@ -341,6 +349,7 @@ def test_in_virtual_time_it_is_one_process_with_all_data(workers: int) -> None:
     policy = make_policy("sandblaster")
     world = VirtualWorld(policy, workers, times, task=task, optimizer=task.make_optimizer)
     world.run(epochs=6)
+    assert workers == 1 or world.interrupted, "some portions were processed twice"
     found = torch.cat([p.double().flatten() for p in world.parameters()])
     assert float((found - alone(6, "lbfgs")[6]).abs().max()) < 1e-9
 
