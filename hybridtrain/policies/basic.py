@@ -141,9 +141,7 @@ class WholePass(Checked, WaitForAll):
     def begin(self, n_workers: int) -> Needs:
         super().begin(n_workers)
         twice = self.backups and n_workers > 1
-        return Needs(
-            False, holds=True, asks=True, gathers=PASS, whole_pass=True, backs_up=twice
-        )
+        return Needs(False, holds=True, asks=True, gathers=PASS, whole_pass=True, backs_up=twice)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         return (Release((fact.worker,)),) if isinstance(fact, Ready) else super().on(fact)

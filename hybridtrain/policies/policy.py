@@ -19,10 +19,11 @@ class Needs:
     ``everyone``: an update has one gradient of each worker, and the policy keeps no state between
     updates, so workers may complete a round without the server. ``whole_pass``: an update is a pass
     over all data; ``backs_up``: near its end, idle workers process mini-batches of others, too.
-    ``holds``: gradients may be accumulated (``Accumulate``), which takes one more row. ``drops_late``: gradients of parameters
-    before the last update are dropped. ``watches_loss``: pushes carry the loss. ``gathers``:
-    gradients per update, as a rule; ``later``: from which update on another number, and which
-    (learning-rate schedules compute the number of updates from them).
+    ``holds``: gradients may be accumulated (``Accumulate``), which takes one more row.
+    ``drops_late``: gradients of parameters before the last update are dropped. ``watches_loss``:
+    pushes carry the loss. ``gathers``: gradients per update, as a rule; ``later``: from which
+    update on another number, and which (learning-rate schedules compute the number of updates from
+    them).
     """
 
     whole_rounds: bool

@@ -400,7 +400,9 @@ def test_small_portions_leave_little_to_wait_for(workers: int) -> None:
     assert 1.0 < small < 1.75
     assert whole / small > 1.8
     few, twice, small_twice = (
-        pass_s(workers, 4, False), pass_s(workers, 4, True), pass_s(workers, 10, True)
+        pass_s(workers, 4, False),
+        pass_s(workers, 4, True),
+        pass_s(workers, 10, True),
     )
     assert twice < 1.4 < few, "as fast as with more than twice as many portions"
     assert small_twice < 0.96 * small < small
