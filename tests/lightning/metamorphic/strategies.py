@@ -44,6 +44,7 @@ NAMES = (
     *("easgd", "diloco", "streaming_diloco", "async_diloco"),
 )
 ALL = (*NAMES, *_OTHERS)
+OBSERVED = (*ALL, "sandblaster")  # whose modules are others
 _LOCAL = {"local_sgd", "downpour", "post_local_sgd", "easgd", "diloco", "streaming_diloco"}
 _LOCAL |= {"downpour, every 3", "async_diloco", "easgd, hybrid", "local_sgd, int8"}
 # Whoever these wait for is always the same, so that a run repeats to the bit.
@@ -51,6 +52,7 @@ _LOCK_STEP = {"hybrid", "synchronous", "local_sgd", "post_local_sgd", "diloco"}
 _LOCK_STEP |= {"streaming_diloco", "backup, k=W", "ssp, lead=0", "easgd, hybrid"}
 _LOCK_STEP |= {"local_sgd, int8"}
 _EACH_IS_AN_UPDATE = {"async", "hogwild", "hogwild, private", "downpour", "grace"}
+_EACH_IS_AN_UPDATE |= {"sandblaster"}  # each epoch
 
 
 def make(name: str, workers: int, **options: Any) -> Any:
@@ -66,6 +68,8 @@ def make(name: str, workers: int, **options: Any) -> Any:
 
 def kinds(name: str, workers: int) -> tuple[str, ...]:
     """How optimizers may be stepped; see ``subjects.KINDS``."""
+    if name == "sandblaster":
+        return ("whole",)
     found = ["automatic", "accumulating"]
     if name not in _LOCAL:
         found += ["manual", "two"]
@@ -101,8 +105,8 @@ def counts_exactly(name: str, workers: int) -> bool:
 
 
 def drops(name: str) -> bool:
-    """Whether a mini-batch that came late is done again."""
-    return name in {"backup", "k_batch_sync", "async, not late"}
+    """Whether a mini-batch may be done twice, as one that came late is."""
+    return name in {"backup", "k_batch_sync", "async, not late", "sandblaster"}
 
 
 def tells_late(name: str) -> bool:

@@ -157,6 +157,14 @@ class Sums(Subject):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class Whole(Subject):
+    """Without chance, so that an epoch can be one evaluation of the loss."""
+
+    def __init__(self, note: Callable[[Any, torch.Tensor], None] | None = None) -> None:
+        super().__init__(note)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
 # How optimizers are stepped: the module, and what it asks of the trainer.
 KINDS: dict[str, tuple[type[Subject], dict[str, Any]]] = {
     "automatic": (Subject, {}),
@@ -164,6 +172,7 @@ KINDS: dict[str, tuple[type[Subject], dict[str, Any]]] = {
     "manual": (ByHand, {}),
     "two": (Two, {}),
     "sums": (Sums, {}),
+    "whole": (Whole, {}),
 }
 
 
