@@ -162,7 +162,8 @@ class Whole(Subject):
 
     def __init__(self, note: Callable[[Any, torch.Tensor], None] | None = None) -> None:
         super().__init__(note)
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        tanh = torch.nn.Tanh()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), tanh, torch.nn.Linear(8, 1))
 
 
 # How optimizers are stepped: the module, and what it asks of the trainer.
