@@ -1,7 +1,9 @@
 """The key of a run over several hosts: whoever holds it may take part, and nobody else.
 
 A certificate authority of its own signs one certificate, which all hosts share; the authority's
-private key is thrown away. So a host shows that it holds the private key, and needs no name.
+private key is thrown away. So a host shows that it holds the private key, and needs no name. A file
+of the user's own has an authority's certificate, that of the host with those between, and the
+host's private key; then each host may have its own.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import datetime
 import os
 import re
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +26,13 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 16  # of a key file
 _BLOCK = re.compile(rb"-----BEGIN ([A-Z ]+)-----\n[A-Za-z0-9+/=\n]+-----END \1-----\n")
-_KINDS = [b"CERTIFICATE", b"CERTIFICATE", b"PRIVATE KEY"]
+_CERTIFICATE, _PRIVATE = b"CERTIFICATE", (b"PRIVATE KEY", b"EC PRIVATE KEY", b"RSA PRIVATE KEY")
 _YEARS = 10
 
 
 @dataclass(frozen=True)
 class Key:
-    """Authority, certificate and private key, as PEM."""
+    """Authority, certificate (with those between it and the authority), private key, as PEM."""
 
     authority: bytes
     certificate: bytes
@@ -115,14 +118,37 @@ class Key:
         """
         blocks = list(_BLOCK.finditer(content))
         whole = b"".join(block[0] for block in blocks) == content
-        if not whole or [block[1] for block in blocks] != _KINDS:
+        *certificates, last = [block[1] for block in blocks] or [b""]
+        if not whole or len(certificates) < 2 or {*certificates} != {_CERTIFICATE}:
             raise UserError(f"{what} is damaged, or is no key: make a new one for all hosts")
-        key = cls(*(block[0] for block in blocks))
+        if last not in _PRIVATE:
+            raise UserError(
+                f"{what} ends with {last.decode()}; the private key comes last, without a password"
+            )
+        own = b"".join(block[0] for block in blocks[1:-1])
+        key = cls(blocks[0][0], own, blocks[-1][0])
         try:
-            key.context(server_side=False)
+            key.check()
         except (ssl.SSLError, ValueError) as error:
-            raise UserError(f"{what} is damaged ({error}): make a new one for all hosts") from error
+            said = getattr(error, "verify_message", "") or error
+            raise UserError(
+                f"{what} is damaged, or its certificates do not belong together ({said}): make a "
+                "new one for all hosts"
+            ) from error
         return key
+
+    def check(self) -> None:
+        """Shake hands with itself: the authority accepts the certificate, here and now.
+
+        Raises:
+            ssl.SSLError: if not.
+        """
+        there, here = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.context(server_side=False).wrap_bio(here, there)
+        server = self.context(server_side=True).wrap_bio(there, here, server_side=True)
+        for side in (client, server, client, server):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
 
     def context(self, server_side: bool) -> ssl.SSLContext:
         """TLS 1.3, in which both sides show that they hold this key."""

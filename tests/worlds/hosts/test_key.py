@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import ssl
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.hosts.key import Key
@@ -36,6 +43,70 @@ def test_a_file_of_mode_600_gives_the_same_key_again(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert Key.read(path) == KEY == Key.from_bytes(KEY.to_bytes())
     shakes_hands(KEY.context(True), Key.read(path).context(False))
+
+
+# ---- the user's own certificates -----------------------------------------------------------------
+
+
+def own_key(root: Any, subject: Any, days: int = 1, more: Sequence[Any] = ()) -> bytes:
+    """A key file: an authority's certificate, one that it has signed, and its private key."""
+    pem = serialization.Encoding.PEM
+    form = serialization.PrivateFormat.TraditionalOpenSSL
+    made = signed(subject, root, days, more)
+    key = subject.private_bytes(pem, form, serialization.NoEncryption())
+    return signed(root, root).public_bytes(pem) + made.public_bytes(pem) + key
+
+
+def signed(subject: Any, root: Any, days: int = 1, more: Sequence[Any] = ()) -> x509.Certificate:
+    def name(key: Any) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "A" if key is root else "B")])
+
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name(subject))
+        .issuer_name(name(root))
+        .public_key(subject.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=9))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=subject is root, path_length=None), critical=True)
+    )
+    for each in more:
+        made = made.add_extension(each, critical=False)
+    return made.sign(root, hashes.SHA256())
+
+
+def elliptic() -> Any:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def test_each_host_may_have_a_certificate_of_its_own() -> None:
+    root = elliptic()
+    hosts = [elliptic(), rsa.generate_private_key(65537, 2048)]
+    keys = [Key.from_bytes(own_key(root, each)) for each in hosts]
+    shakes_hands(keys[0].context(True), keys[1].context(False))
+    stranger = Key.from_bytes(own_key(elliptic(), hosts[1]))
+    with pytest.raises(ssl.SSLError):
+        shakes_hands(keys[0].context(True), stranger.context(False))
+
+
+def test_certificates_that_do_not_fit_are_refused_at_once() -> None:
+    root, host = elliptic(), elliptic()
+    with pytest.raises(UserError, match="expired"):
+        Key.from_bytes(own_key(root, host, days=-1))
+    web = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    with pytest.raises(UserError, match="purpose"):
+        Key.from_bytes(own_key(root, host, more=[web]))
+    mine, other = own_key(root, host), own_key(elliptic(), host)
+    mixed = other[: other.index(b"-----BEGIN", 1)] + mine[mine.index(b"-----BEGIN", 1) :]
+    with pytest.raises(UserError, match="do not belong together"):
+        Key.from_bytes(mixed)
+    locked = mine.replace(b"EC PRIVATE", b"ENCRYPTED PRIVATE")
+    with pytest.raises(UserError, match="without a password"):
+        Key.from_bytes(locked)
+    with pytest.raises(UserError, match="is no key"):
+        Key.from_bytes(mine[mine.index(b"-----BEGIN", 1) :])
 
 
 def test_neither_side_accepts_another_key() -> None:
