@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def config_rows(described: Any, group: str = "") -> Iterator[list[str]]:
         yield [f"`{group}{name}`", cell, allowed(kind), said[name]]
 
 
+@cache
 def tables() -> dict[str, str]:
     """By the name that stands in their markers."""
     head = "| option | default | allowed | meaning |"

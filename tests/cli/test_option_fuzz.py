@@ -10,7 +10,7 @@ import pytest
 from tests.cli import option_fuzzer
 from tests.cli.option_fuzzer import Ended
 
-BY_DEFAULT, ALL = 100, 2000
+BY_DEFAULT, ALL = 30, 2000
 AT_ONCE = 5
 
 

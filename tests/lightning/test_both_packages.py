@@ -67,7 +67,7 @@ assert pytorch_lightning.__spec__.name == "lightning.pytorch"
 @pytest.mark.parametrize(
     "code",
     [
-        fits(f"{LIGHTNING}\nimport hybridtrain") + SAME,
+        pytest.param(fits(f"{LIGHTNING}\nimport hybridtrain") + SAME, marks=pytest.mark.slow),
         pytest.param(fits(f"import hybridtrain\n{LIGHTNING}") + SAME, marks=pytest.mark.slow),
         # A third library has imported the other one first: the trainer decides.
         fits(f"import pytorch_lightning\n{LIGHTNING}\nimport hybridtrain") + SAME,

@@ -116,10 +116,11 @@ def test_a_private_name_that_is_missing_is_named_with_the_version() -> None:
     ("stand_in", "then", "line"),
     [
         ({"torch": "2.99.0"}, "hybridtrain.HybridStrategy", "torch 2.99.0 was found"),
-        (
+        pytest.param(
             {"pytorch-lightning": "2.99.0"},
             "import pytorch_lightning as pl; pl.Trainer(strategy='hybrid')",
             "pytorch-lightning 2.99.0 was found",
+            marks=pytest.mark.slow,
         ),
         (
             {"hydra-core": "1.9.0"},

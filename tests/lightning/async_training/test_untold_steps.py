@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hybridtrain import HybridStrategy
 from tests.lightning.toys import distance, fit, make_trainer
+from tests.picking import by_default
 from tests.support.ends import first
 
 
@@ -142,7 +143,10 @@ class Stream(IterableDataset[Any]):
         return iter(torch.arange(240))
 
 
-@pytest.mark.parametrize(("accumulated", "stream"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize(
+    ("accumulated", "stream"),
+    by_default([(1, False), (2, False), (1, True)], (2, False), (1, True)),
+)
 @pytest.mark.parametrize("policy", ["hogwild", "async"])
 def test_of_a_lost_worker_all_steps_count(
     policy: str, accumulated: int, stream: bool, tmp_path: Path

@@ -143,7 +143,7 @@ BROKEN_OFF = [
 
 
 @pytest.mark.parametrize(
-    ("who", "when", "how", "options"), but_slow(BROKEN_OFF, lambda _, number: number % 9 > 0)
+    ("who", "when", "how", "options"), but_slow(BROKEN_OFF, lambda _, number: number % 14 > 0)
 )
 def test_of_an_epoch_whose_validation_was_broken_off(
     who: int, when: int, how: str, options: str, tmp_path: Path

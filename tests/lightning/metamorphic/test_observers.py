@@ -63,8 +63,8 @@ PARTS = [name for name in GROUPS if name != "all"]
 
 
 def _cells() -> list[Any]:
-    """By default all observers at once under each strategy, and each one under one of them."""
-    chosen = [*_wide(begun=False), *_wide(begun=True)[::5], *_each_under_one()]
+    """By default all observers at once under each strategy, and a few in a run that goes on."""
+    chosen = [*_wide(begun=False), *_wide(begun=True)[::10]]
     chosen.append((Run("sandblaster", 1, "whole", "uneven"), "all"))
     return [
         pytest.param(
@@ -115,6 +115,7 @@ def _all_cells() -> Iterator[tuple[Run, str]]:
             ways = strategies.kinds(strategy, workers)
             yield from _suiting(Run(strategy, workers, ways[number % len(ways)], "uneven"), [name])
     yield from _wide(begun=True)
+    yield from _each_under_one()
 
 
 def _suiting(run: Run, names: Iterable[str]) -> Iterator[tuple[Run, str]]:

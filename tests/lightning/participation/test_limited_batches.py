@@ -83,7 +83,7 @@ CELLS = [
 
 def _is_slow(cell: tuple[str, int, str], number: int) -> bool:
     name, workers, way = cell
-    return (workers, way) != (2, "automatic") if name in DROPPING else number % 29 != 0
+    return (workers, way) != (2, "automatic") if name in DROPPING else number % 59 != 0
 
 
 @pytest.mark.parametrize(("name", "workers", "way"), but_slow(CELLS, _is_slow))

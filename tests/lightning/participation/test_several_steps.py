@@ -14,8 +14,8 @@ from tests.lightning.metamorphic import strategies
 from tests.lightning.toys import make_trainer
 from tests.picking import but_slow
 
-N, SIZE, EPOCHS = 26, 2, 2
-LONGEST_S = 0.3
+N, SIZE, EPOCHS = 14, 2, 2
+LONGEST_S = 0.1
 
 
 class Counting(pl.LightningModule):

@@ -105,7 +105,7 @@ def test_workers_that_step_the_masters_tell_of_many_steps_together(
 ) -> None:
     """As many as half of the mini-batches that were drawn at once; fewer near the end."""
     monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
-    found = counted(HybridStrategy(policy), 1, 1600, tmp_path, range(3, 200))
+    found = counted(HybridStrategy(policy), 1, 800, tmp_path, range(3, 100))
     told = [n for n, each in enumerate(found) if each.get("Push")]
     assert all(set(each) <= set(ONE_EACH_WAY) for each in found), "nothing else is said"
     assert len(told) <= 15 and max(b - a for a, b in pairwise(told)) >= 16

@@ -57,21 +57,21 @@ def fitted(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("step", [2, 4, 12])  # in the middle of the first epoch; after the second
-def test_a_resumed_run_is_the_uninterrupted_one(name: str, step: int, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
     whole = fitted(tmp_path / "whole", SCHEMES[name], val_check_interval=2)
-    saved = tmp_path / "whole" / f"step={step}.ckpt"
-    resumed = fitted(tmp_path / "resumed", SCHEMES[name], ckpt=saved, val_check_interval=2)
-    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
-    last = tmp_path / "whole" / "step=16.ckpt", tmp_path / "resumed" / "step=16.ckpt"
-    one, other = (torch.load(path, weights_only=True)["optimizer_states"][0] for path in last)
-    assert set(one["workers"]) == {0, 1}
-    assert torch.equal(*(x["workers"][1]["state"][0]["exp_avg"] for x in (one, other)))
-    assert not torch.equal(one["state"][0]["exp_avg"], one["workers"][1]["state"][0]["exp_avg"])
-    make().configure_optimizers().load_state_dict(one)  # plain torch takes it, too
+    for step in (2, 4, 12):  # in the middle of the first epoch; after the second
+        saved, folder = tmp_path / "whole" / f"step={step}.ckpt", tmp_path / f"from {step}"
+        resumed = fitted(folder, SCHEMES[name], ckpt=saved, val_check_interval=2)
+        assert all(map(torch.equal, whole.parameters(), resumed.parameters())), step
+        last = tmp_path / "whole" / "step=16.ckpt", folder / "step=16.ckpt"
+        one, other = (torch.load(path, weights_only=True)["optimizer_states"][0] for path in last)
+        assert set(one["workers"]) == {0, 1}
+        assert torch.equal(*(x["workers"][1]["state"][0]["exp_avg"] for x in (one, other)))
+        assert not torch.equal(one["state"][0]["exp_avg"], one["workers"][1]["state"][0]["exp_avg"])
+        make().configure_optimizers().load_state_dict(one)  # plain torch takes it, too
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_default(SCHEMES, "streaming", "overlapped"))
 def test_an_evaluation_and_a_checkpoint_change_nothing(name: str, tmp_path: Path) -> None:
     often = fitted(tmp_path, SCHEMES[name], val_check_interval=1)
     never = fitted(tmp_path, SCHEMES[name], limit_val_batches=0, callbacks=[])

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Subset
 from hybridtrain import HybridStrategy
 from hybridtrain.protocol.spans import dealt
 from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.picking import by_default
 
 SIZE = 4  # of a mini-batch
 NESTEROV = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -373,7 +374,7 @@ def test_workers_exchange_where_plain_torch_does_whoever_looks(case: Case, tmp_p
 
 @pytest.mark.parametrize(
     "case",
-    [*BY_DEFAULT, *(pytest.param(each, marks=pytest.mark.slow) for each in GOES_ON)],
+    by_default([*BY_DEFAULT, *GOES_ON], *BY_DEFAULT[1:3]),
     ids=repr,
 )
 def test_a_run_that_goes_on_is_the_uninterrupted_one(case: Case, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hybridtrain.tasks.words import word_kernels as kernels
 from hybridtrain.tasks.words.questions import read_vectors
 from hybridtrain.tasks.words.text_data import EncodedText, Vocabulary, alias_table, huffman
 from hybridtrain.tasks.words.word2vec import Architecture, Output, Word2Vec
+from tests.picking import by_default
 from tests.tasks.words.made import margin, train, write_text
 
 V, D = 9, 4
@@ -137,7 +138,7 @@ def test_one_worker_is_a_plain_loop_to_the_bit(text: Path, monkeypatch: Any) -> 
     assert np.array_equal(alone.vectors(), plain.vectors())
 
 
-@pytest.mark.parametrize(("architecture", "output"), KINDS)
+@pytest.mark.parametrize(("architecture", "output"), by_default(KINDS, *KINDS[::3]))
 def test_two_workers_find_what_belongs_together(architecture: str, output: str, text: Path) -> None:
     module = Word2Vec(16, architecture, output, rate=0.1)
     trainer = train(module, text, "hogwild", 2, max_epochs=8)
