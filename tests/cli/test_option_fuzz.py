@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli import option_fuzzer
 from tests.cli.option_fuzzer import Ended
+from tests.picking import by_default
 
 BY_DEFAULT, ALL = 30, 2000
 AT_ONCE = 5
@@ -88,7 +89,7 @@ ONCE: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("given", ONCE)
+@pytest.mark.parametrize("given", by_default(ONCE, *[*ONCE][::3]))
 def test_what_once_ended_in_a_traceback_is_refused_by_one_line(given: str, command: Any) -> None:
     key = given.split("=")[0]
     overrides = [given] if key in ("task.mode",) or " " not in given else given.split()

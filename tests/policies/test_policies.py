@@ -263,7 +263,7 @@ SAME: dict[str, tuple[Callable[[int], Policy], Callable[[int], Policy]]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(n_workers=st.integers(1, 5), choices=CHOICES)
 def test_at_its_limit_a_policy_is_another_one(
     name: str, n_workers: int, choices: list[tuple[int, int]]

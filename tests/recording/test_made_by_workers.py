@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hybridtrain.protocol import step_log
 from hybridtrain.recording import Record, service_times
 from tests.lightning.step.test_shared_rounds import CASES, STEPS, UNUSUAL
 from tests.lightning.toys import Regression, regression_data
+from tests.picking import by_default
 from tests.recording.test_replay import Run, check_equal
 
 POLICIES = ["hybrid", "async"]
@@ -38,8 +40,14 @@ def share_made(record: Record) -> float:
     return float(record.of_kind("Push")["made"].mean())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("policy", "case"),
+    by_default(
+        [*product(POLICIES, CASES)],
+        *product(["hybrid"], ["Adam", "three workers", "schedule", "accumulated"]),
+        *product(["async"], ["SGD", "clipped", "max_steps"]),
+    ),
+)
 def test_they_are_replayed_to_the_bit(tmp_path: Path, policy: str, case: str) -> None:
     run = run_of(tmp_path, policy, **CASES[case])
     record = run.record()
@@ -99,15 +107,21 @@ class Reads(pl.Callback):
             trainer.strategy.run_stats()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("where", ["run", "replay"])
+@pytest.mark.parametrize(
+    ("policy", "where"),
+    by_default([*product(POLICIES, ["run", "replay"])], ("hybrid", "run"), ("async", "replay")),
+)
 def test_statistics_may_be_read_at_any_time(tmp_path: Path, policy: str, where: str) -> None:
     run = run_of(tmp_path, policy, callbacks=[Reads(where)])
     check_equal(run, run.record())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("on_failure", ["restart", "continue"])
+@pytest.mark.parametrize(
+    ("policy", "on_failure"),
+    by_default(
+        [*product(POLICIES, ["restart", "continue"])], ("hybrid", "continue"), ("async", "restart")
+    ),
+)
 def test_a_run_that_was_prepared_for_losses_is_replayed(
     tmp_path: Path, policy: str, on_failure: str
 ) -> None:

@@ -276,9 +276,7 @@ def test_schedules_in_steps_count_updates_whatever_is_held_or_dropped() -> None:
     assert rates == pytest.approx([0.02] * 3)
 
 
-@pytest.mark.parametrize(
-    "name", by_default(POLICIES, "hybrid", "backup in time", "async", "k_batch_async", "switch")
-)
+@pytest.mark.parametrize("name", by_default(POLICIES, "hybrid", "backup in time", "k_batch_async"))
 def test_a_run_that_goes_on_in_mid_epoch_does_what_is_left_and_nothing_twice(
     name: str, tmp_path: Path
 ) -> None:

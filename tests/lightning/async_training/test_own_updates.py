@@ -28,6 +28,7 @@ from tests.lightning.step.test_shared_rounds import (
     trained,
 )
 from tests.lightning.toys import make_trainer
+from tests.picking import by_default
 from tests.support.ends import first
 
 ALONE = {name: case for name, case in CASES.items() if "n" not in case}
@@ -52,7 +53,7 @@ def made(monkeypatch: Any) -> Counter[bool]:
     return seen
 
 
-@pytest.mark.parametrize("case", ALONE)
+@pytest.mark.parametrize("case", by_default(ALONE, "Adam", "schedule", "accumulated"))
 def test_the_bits_of_one_worker_are_those_of_the_server(case: str, made: Counter[bool]) -> None:
     mine = trained(**use_async(ALONE[case]))
     n_own, n_asked = made[True], made[False]
@@ -205,7 +206,7 @@ def dies(patch: Any, when: str, flag: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "in the middle", "behind"])
-@pytest.mark.parametrize("on_failure", ["restart", "continue"])
+@pytest.mark.parametrize("on_failure", by_default(["restart", "continue"], "restart"))
 def test_who_is_killed_leaves_a_whole_update_or_none(
     when: str, on_failure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -26,8 +26,6 @@ CELLS = [
 CHOSEN = [
     ("async", 2, 10, 1),
     ("hogwild", 3, 3, 1),
-    ("k_async", 2, 3, 1),
-    ("synchronous", 2, 1, 1),
     ("downpour", 2, 10, 1),
     ("hybrid", 2, 3, 1),
 ]

@@ -72,8 +72,6 @@ CHOSEN = [
     ("async", 3, "automatic"),
     ("hogwild", 2, "manual"),
     ("k_batch_async", 2, "accumulating"),
-    ("downpour, every 3", 2, "automatic"),
-    ("synchronous", 3, "automatic"),
     ("hybrid", 2, "automatic"),
 ]
 

@@ -20,7 +20,6 @@ CHOSEN = [
     ("async", 2, "automatic"),
     ("hogwild", 3, "manual"),
     ("ssp", 2, "accumulating"),
-    ("downpour, every 3", 2, "automatic"),
     ("hybrid", 2, "automatic"),
 ]
 

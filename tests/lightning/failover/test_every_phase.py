@@ -114,7 +114,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "choice", "phase", "kind"), but_slow(CASES, lambda case, n: n % 17 != 0)
+    ("strategy", "choice", "phase", "kind"), but_slow(CASES, lambda case, n: n % 37 != 0)
 )
 def test_each_sample_counts_as_often_as_there_are_epochs(
     tmp_path: Path, strategy: str, choice: str, phase: str, kind: str
@@ -156,7 +156,7 @@ ALL = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "choice", "phase", "workers"), but_slow(ALL, lambda case, n: n % 41 != 0)
+    ("strategy", "choice", "phase", "workers"), but_slow(ALL, lambda case, n: n % 79 != 0)
 )
 def test_all_may_be_lost(
     tmp_path: Path, monkeypatch: Any, strategy: Any, choice: str, phase: str, workers: Any

@@ -28,6 +28,7 @@ from trials.cell import (
 from trials.tap import same, state_in, tapped
 
 from hybridtrain.updates.thread_pool import Pool
+from tests.picking import by_default
 
 POLICIES = ["stop", "continue", "restart"]
 
@@ -44,7 +45,10 @@ def check(row: Row) -> None:
     assert row.updates > 0
 
 
-@pytest.mark.parametrize("phase", ["compute", "push", "update", "pull", "checkpoint"])
+@pytest.mark.parametrize(
+    "phase",
+    by_default(["compute", "push", "update", "pull", "checkpoint"], "push", "update", "checkpoint"),
+)
 def test_a_worker_killed_in_any_phase_leaves_the_state_of_one_update(
     phase: str, undisturbed: States
 ) -> None:

@@ -43,7 +43,7 @@ def test_where_nothing_is_late_it_is_adagrad(strategy: str, workers: int, batch:
     ("name", "policy"),
     [
         ("adaptive_revision", "async"),
-        ("adadelay", "softsync"),
+        pytest.param("adadelay", "softsync", marks=pytest.mark.slow),
         ("async_ada_da", {"name": "k_async", "k": 2}),
     ],
 )

@@ -125,7 +125,9 @@ def alone(steps: int) -> torch.Tensor:
     return flat(module) - before
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "name", by_default(SCHEMES, "diloco", "streaming_diloco", "async_diloco", "downpour")
+)
 @pytest.mark.parametrize("how", by_default(["epoch", "stop"], "epoch"))
 def test_one_workers_steps_are_in_the_result(name: str, how: str, tmp_path: Path) -> None:
     moved, _ = fitted(name, 1, how, tmp_path)

@@ -22,6 +22,7 @@ from hybridtrain.protocol.messages import name_of
 from hybridtrain.protocol.shared_round import Met, SharedRound
 from hybridtrain.server.server import Server
 from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.picking import by_default
 from tests.support.ends import first
 
 STEPS = 20  # of an epoch
@@ -84,7 +85,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", by_default(CASES, "three workers", "schedule", "clipped", "accumulated")
+)
 def test_the_bits_are_those_of_the_server(case: str, messages: Counter[str]) -> None:
     mine, n = trained(**CASES[case]), CASES[case].get("n", 2)
     assert messages["Push"] <= 10 * n, "nearly all rounds were made by workers"
@@ -200,7 +203,7 @@ def test_who_is_killed_leaves_a_whole_update_or_none(
     assert (a["updates"], a["samples"]) == (b["updates"], b["samples"])
 
 
-@pytest.mark.parametrize("when", ["computes", "waits", "makes"])
+@pytest.mark.parametrize("when", by_default(["computes", "waits", "makes"], "makes"))
 def test_the_others_go_on_without_one_that_is_gone(
     when: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -97,8 +97,11 @@ def train(
     return made, trainer
 
 
+WRITING = [Clamped, Decayed, DecayedBeforeTheStep, Teacher]
+
+
 @pytest.mark.parametrize("workers", by_default([2, 3], 3))
-@pytest.mark.parametrize("module", [Clamped, Decayed, DecayedBeforeTheStep, Teacher])
+@pytest.mark.parametrize("module", WRITING)
 def test_writes_to_parameters_happen_once_whatever_the_number_of_workers(
     module: Callable[[], Regression], workers: int
 ) -> None:
@@ -108,7 +111,7 @@ def test_writes_to_parameters_happen_once_whatever_the_number_of_workers(
 
 
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
-@pytest.mark.parametrize("module", [Clamped, Decayed, DecayedBeforeTheStep, Teacher])
+@pytest.mark.parametrize("module", by_default(WRITING, Decayed, Teacher))
 def test_a_lone_worker_with_writes_equals_plain_training(module: Any, strategy: str) -> None:
     in_order = {"use_distributed_sampler": False}  # what a plain trainer does
     plain, _ = train("auto", 1, 12, module, **in_order)
