@@ -42,7 +42,7 @@ def _none_left(session: int) -> bool:
     ("strategy", "signum", "to_group"),
     [
         ("hybrid", signal.SIGINT, True),
-        ("hybrid", signal.SIGTERM, False),
+        pytest.param("hybrid", signal.SIGTERM, False, marks=pytest.mark.slow),
         pytest.param("hybrid", signal.SIGHUP, True, marks=pytest.mark.slow),
         pytest.param("ddp", signal.SIGINT, False, marks=pytest.mark.slow),
         pytest.param("ddp", signal.SIGHUP, False, marks=pytest.mark.slow),

@@ -11,6 +11,7 @@ import torch
 
 from tests.cli.conftest import Command
 from tests.cli.tiny import TINY, TinyModule
+from tests.picking import by_default
 
 
 class Closing(TinyModule):
@@ -37,9 +38,7 @@ class Closing(TinyModule):
         self._close("test")
 
 
-@pytest.mark.parametrize(
-    "at", ["middle", "end of training", pytest.param("test", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("at", by_default(["middle", "end of training", "test"], "middle"))
 def test_a_directory_that_turns_read_only_costs_files_and_no_traceback(
     command: Command, ordinary_user: None, at: str
 ) -> None:

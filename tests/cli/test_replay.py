@@ -63,6 +63,7 @@ def test_a_run_that_went_on_in_its_own_directory_is_replayed_and_loses_no_file(
     assert "last.ckpt has changed" in replay("run=run").complaint
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_from_a_kept_checkpoint_is_replayed(
     command: Command, replay: Replay
 ) -> None:

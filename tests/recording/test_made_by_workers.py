@@ -58,8 +58,10 @@ def test_they_are_replayed_to_the_bit(tmp_path: Path, policy: str, case: str) ->
     assert pushes["samples"].sum() == stats["samples"] + late
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("what", UNUSUAL)
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    by_default([*product(POLICIES, UNUSUAL)], ("hybrid", "momentum"), ("async", "writes")),
+)
 def test_what_is_unusual_the_server_does_again(tmp_path: Path, policy: str, what: str) -> None:
     options = {"make": lambda p: torch.optim.SGD(p, lr=0.01), **UNUSUAL[what]}
     run = run_of(tmp_path, policy, **options)
@@ -68,7 +70,7 @@ def test_what_is_unusual_the_server_does_again(tmp_path: Path, policy: str, what
     assert 0 < share_made(record) < 1
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_default(POLICIES, "async"))
 def test_the_log_may_be_shorter_than_the_run(
     tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ def ours(seconds: Sequence[float], window: float, rounds: int) -> Schedule:
     ("seconds", "window"),
     [
         (NOTEBOOK, 50.0),
-        (NOTEBOOK, 0.0),
+        pytest.param(NOTEBOOK, 0.0, marks=pytest.mark.slow),
         (NOTEBOOK, 100_000.0),  # all wait for all
         ((0.5, 0.75, 1.5, 3.25, 0.5), 2.5),  # ties, also with the window's end
         ((0.25, 0.25, 1.0), 5.0),  # a window as long as a round

@@ -108,7 +108,9 @@ def test_one_worker_without_a_lock_is_plain_training_to_the_bit(name: str) -> No
 SLOW = pytest.param("hybrid", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("strategy", ["hogwild", "async", SLOW])
+@pytest.mark.parametrize(
+    "strategy", ["hogwild", pytest.param("async", marks=pytest.mark.slow), SLOW]
+)
 def test_two_workers_reach_the_objective_of_one(strategy: str) -> None:
     """Compiled where they share parameters, else through sparse gradients."""
     lr = {"async": 20.0, "hybrid": 40.0}.get(strategy, 1.0)

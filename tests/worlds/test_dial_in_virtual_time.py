@@ -28,6 +28,7 @@ from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.training_task import Timetable
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from tests.picking import by_default
 
 UNEQUAL = ServiceTimes("lognormal", slower={0: 3.0})
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -147,7 +148,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-@pytest.mark.parametrize("interrupt", [False, True])
+@pytest.mark.parametrize("interrupt", by_default([False, True], True))
 @pytest.mark.parametrize("name", POLICIES)
 def test_updates_are_conserved_and_every_sample_counts_once_an_epoch(
     name: str, interrupt: bool

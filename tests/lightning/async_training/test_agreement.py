@@ -86,7 +86,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("policy", "on_failure", "late", "how"), but_slow(CASES, lambda _, number: number % 9 > 0)
+    ("policy", "on_failure", "late", "how"), but_slow(CASES, lambda _, number: number % 17 > 0)
 )
 def test_all_know_what_was_saved_whichever_steps_they_saw(
     policy: str, on_failure: str, late: int, how: str, tmp_path: Path
@@ -176,7 +176,7 @@ STOPS = [
 
 @pytest.mark.parametrize(
     ("policy", "on_failure", "who", "validation"),
-    but_slow(STOPS, lambda _, number: number % 14 > 0),
+    but_slow(STOPS, lambda _, number: number % 29 > 0),
 )
 def test_one_that_wants_to_stop_stops_all(
     policy: str, on_failure: str, who: int, validation: int, tmp_path: Path

@@ -62,7 +62,7 @@ def test_one_worker_has_the_rates_of_one_device(
     assert mine == pytest.approx(theirs)
 
 
-@pytest.mark.parametrize("strategy", by_default(STRATEGIES, "async", "k_batch_async"))
+@pytest.mark.parametrize("strategy", by_default(STRATEGIES, "k_batch_async"))
 @pytest.mark.parametrize(
     ("interval", "monitor"), [("step", "train/loss"), ("epoch", "train/loss"), ("epoch", None)]
 )

@@ -45,7 +45,7 @@ def stopped(policy: Any, stops: Stops, **options: Any) -> tuple[pl.Trainer, Reco
     [
         (Stops(4, 0, 1, 2), 4),  # all at once: there, as in one process
         (Stops(4, 1), 5),  # the others are a step ahead when they hear of it
-        (Stops(4, 0, 2), 5),
+        pytest.param(Stops(4, 0, 2), 5, marks=pytest.mark.slow),
         (Stops(4, 1, early=True), 6),  # known at the end of step 5
         (Stops(10, 2), 10),  # the last of the epoch
     ],

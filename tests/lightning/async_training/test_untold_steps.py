@@ -147,7 +147,7 @@ class Stream(IterableDataset[Any]):
     ("accumulated", "stream"),
     by_default([(1, False), (2, False), (1, True)], (2, False), (1, True)),
 )
-@pytest.mark.parametrize("policy", ["hogwild", "async"])
+@pytest.mark.parametrize("policy", by_default(["hogwild", "async"], "async"))
 def test_of_a_lost_worker_all_steps_count(
     policy: str, accumulated: int, stream: bool, tmp_path: Path
 ) -> None:

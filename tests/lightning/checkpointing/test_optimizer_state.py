@@ -88,7 +88,7 @@ class Meddling(Regression):
 
 
 @pytest.mark.parametrize(
-    "meddle", by_default([halve, start_anew, forget_one, load_back], forget_one, load_back)
+    "meddle", by_default([halve, start_anew, forget_one, load_back], load_back)
 )
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_made_of_the_state_counts(name: str, meddle: Any, tmp_path: Path) -> None:

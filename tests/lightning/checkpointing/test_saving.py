@@ -164,7 +164,7 @@ def writes_until(first: int, last: int) -> Any:
 
 
 @pytest.mark.parametrize("how", ["blocking", "background"])
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("save_last", by_default([True, "link"], "link"))
 def test_a_full_disk_ends_no_run_and_what_was_missed_is_known_at_the_end(
     how: str, save_last: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,10 @@ class Seen(Regression):
 
 
 @pytest.mark.parametrize("make", [Buckets, Own])
-@pytest.mark.parametrize(("strategy", "workers"), [("hybrid", 2), ("async", 2), ("hybrid", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    by_default([("hybrid", 2), ("async", 2), ("hybrid", 1)], ("hybrid", 2), ("async", 2)),
+)
 def test_every_sample_is_trained_on_once_in_the_mini_batches_that_were_made(
     strategy: str, workers: int, make: Any
 ) -> None:

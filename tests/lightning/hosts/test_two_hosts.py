@@ -298,7 +298,7 @@ COMES_BACK: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(COMES_BACK, "hybrid", "async"))
+@pytest.mark.parametrize("name", by_default(COMES_BACK, "hybrid"))
 def test_a_host_that_comes_back_takes_its_place(tmp_path: Path, name: str) -> None:
     body = partial(train, 2, 2, **COMES_BACK[name], on_failure="restart", max_restarts=1)
     disturbed = run_hosts(tmp_path / "a", body, meanwhile=partial(kill_and_start, tmp_path / "a"))
@@ -315,7 +315,7 @@ def start_when_training(folder: Path, pids: Pids) -> None:
     pids.start(1)
 
 
-@pytest.mark.parametrize("choice", ["continue", "restart"])
+@pytest.mark.parametrize("choice", by_default(["continue", "restart"], "continue"))
 def test_a_host_that_comes_later_takes_a_vacant_place(tmp_path: Path, choice: str) -> None:
     body = partial(train, 2, 2, "async", (Patiently,), epochs=12, on_failure=choice, min_hosts=1)
     meanwhile = partial(start_when_training, tmp_path)

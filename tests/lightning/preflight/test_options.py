@@ -115,9 +115,7 @@ def test_an_option_that_does_not_touch_the_arithmetic_changes_no_bit(
     assert torch.equal(flat(module), plain)
 
 
-@pytest.mark.parametrize(
-    "name", by_default(HARMLESS, "detect_anomaly", "max_time", "reload", "Timer", "progress bar")
-)
+@pytest.mark.parametrize("name", by_default(HARMLESS, "detect_anomaly", "reload", "Timer"))
 def test_it_runs_asynchronously_too(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,8 +129,8 @@ def test_it_runs_asynchronously_too(
     ("options", "dtype"),
     [
         ({"precision": "bf16-true"}, torch.bfloat16),
-        ({"precision": "16-true"}, torch.float16),
-        ({"precision": "bf16-mixed"}, torch.float32),
+        pytest.param({"precision": "16-true"}, torch.float16, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16-mixed"}, torch.float32, marks=pytest.mark.slow),
         ({"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, torch.float32),
         ({"plugins": [DoublePrecision()]}, torch.float64),
     ],

@@ -47,7 +47,7 @@ def check(row: Row) -> None:
 
 @pytest.mark.parametrize(
     "phase",
-    by_default(["compute", "push", "update", "pull", "checkpoint"], "push", "update", "checkpoint"),
+    by_default(["compute", "push", "update", "pull", "checkpoint"], "update", "checkpoint"),
 )
 def test_a_worker_killed_in_any_phase_leaves_the_state_of_one_update(
     phase: str, undisturbed: States

@@ -78,7 +78,7 @@ def followed(merge: Any, workers: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("module", [Given, Looking])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", by_default([1, 2, 3], 3))
 def test_sign_sgd_is_the_majority_of_signs_to_the_bit(module: type[Given], workers: int) -> None:
     found = trained(module(), workers, exchange=SignSGD())
     reference = followed(lambda _, stack: stack.sign().sum(0).sign(), workers)

@@ -71,7 +71,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> No
         make().configure_optimizers().load_state_dict(one)  # plain torch takes it, too
 
 
-@pytest.mark.parametrize("name", by_default(SCHEMES, "streaming", "overlapped"))
+@pytest.mark.parametrize("name", by_default(SCHEMES, "overlapped"))
 def test_an_evaluation_and_a_checkpoint_change_nothing(name: str, tmp_path: Path) -> None:
     often = fitted(tmp_path, SCHEMES[name], val_check_interval=1)
     never = fitted(tmp_path, SCHEMES[name], limit_val_batches=0, callbacks=[])
@@ -171,7 +171,9 @@ def test_of_another_number_of_workers_it_is_said_what_is_kept(
         tell_what_is_dropped(dict.fromkeys(range(before)), now)
 
 
-@pytest.mark.parametrize("policy", ["async", {"name": "grace", "window_s": 0.05}])
+@pytest.mark.parametrize(
+    "policy", ["async", pytest.param({"name": "grace", "window_s": 0.05}, marks=pytest.mark.slow)]
+)
 def test_where_workers_run_freely_the_end_of_an_epoch_has_all(policy: Any, tmp_path: Path) -> None:
     at_end = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
     options = SCHEMES["elastic" if policy == "async" else "local_sgd"]

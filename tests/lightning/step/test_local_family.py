@@ -374,7 +374,7 @@ def test_workers_exchange_where_plain_torch_does_whoever_looks(case: Case, tmp_p
 
 @pytest.mark.parametrize(
     "case",
-    by_default([*BY_DEFAULT, *GOES_ON], *BY_DEFAULT[1:3]),
+    by_default([*BY_DEFAULT, *GOES_ON], BY_DEFAULT[1]),
     ids=repr,
 )
 def test_a_run_that_goes_on_is_the_uninterrupted_one(case: Case, tmp_path: Path) -> None:

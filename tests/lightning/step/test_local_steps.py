@@ -233,7 +233,7 @@ NESTEROV = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
     ("workers", "options"),
     [
         (1, {"exchange": {"name": "movement", "every": 3}, "update": NESTEROV}),
-        (2, {"update": {"name": "adagrad", "lr": 0.05}}),
+        pytest.param(2, {"update": {"name": "adagrad", "lr": 0.05}}, marks=pytest.mark.slow),
     ],
     ids=["an outer optimizer", "another optimizer"],
 )

@@ -188,7 +188,7 @@ def kills(patch: Any, when: str, flag: Path) -> None:
     patch.setattr(SharedRound, "come", come)
 
 
-@pytest.mark.parametrize("when", ["computes", "waits", "makes"])
+@pytest.mark.parametrize("when", by_default(["computes", "waits", "makes"], "waits", "makes"))
 def test_who_is_killed_leaves_a_whole_update_or_none(
     when: str, monkeypatch: pytest.MonkeyPatch, messages: Counter[str], tmp_path: Path
 ) -> None:

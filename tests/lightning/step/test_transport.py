@@ -45,7 +45,9 @@ def test_it_equals_rounding_gradients_where_they_are_made(make: Any) -> None:
     assert 0 < distance(shared, wide) < 0.05
 
 
-@pytest.mark.parametrize("policy", ["k_batch_sync", "async", {"name": "backup", "k": 1}])
+@pytest.mark.parametrize(
+    "policy", by_default(["k_batch_sync", "async", {"name": "backup", "k": 1}], "async")
+)
 def test_it_goes_with_every_way_of_waiting(policy: Any) -> None:
     shared, _ = fit(narrow(policy=policy), 1, 6, partial(Regression, ADAM))
     plain, _ = fit(HybridStrategy(policy=policy), 1, 6, partial(Rounds, ADAM))

@@ -101,7 +101,7 @@ WRITING = [Clamped, Decayed, DecayedBeforeTheStep, Teacher]
 
 
 @pytest.mark.parametrize("workers", by_default([2, 3], 3))
-@pytest.mark.parametrize("module", WRITING)
+@pytest.mark.parametrize("module", by_default(WRITING, DecayedBeforeTheStep, Teacher))
 def test_writes_to_parameters_happen_once_whatever_the_number_of_workers(
     module: Callable[[], Regression], workers: int
 ) -> None:

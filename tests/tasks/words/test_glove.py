@@ -22,6 +22,7 @@ from hybridtrain.tasks.words.glove import (
 from hybridtrain.tasks.words.text_data import Vocabulary
 from hybridtrain.tasks.words.word_kernels import glove_steps
 from tests.lightning.toys import make_trainer
+from tests.picking import by_default
 from tests.tasks.words.made import margin, write_text
 
 V = 7
@@ -133,7 +134,7 @@ def test_workers_end_where_one_does(text: Path) -> None:
     assert not (text.parent / "text-numbers").exists()
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async", "ssp"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async", "ssp"], "hybrid"))
 def test_other_strategies_step_by_torch(strategy: str, text: Path) -> None:
     module = GloVe(8, x_max=20.0, rate=0.2)
     train(module, text, strategy, 2)

@@ -52,7 +52,7 @@ def predictions(architecture: str) -> list[tuple[list[int], int]]:
     return [([words[at]], words[n]) for at, others in near.items() for n in others]
 
 
-@pytest.mark.parametrize(("architecture", "output"), KINDS)
+@pytest.mark.parametrize(("architecture", "output"), by_default(KINDS, *KINDS[1:3]))
 def test_compiled_steps_are_those_of_autograd(architecture: str, output: str) -> None:
     torch.manual_seed(0)
     module = a_module(architecture, output)
@@ -155,8 +155,8 @@ def test_two_workers_find_what_belongs_together(architecture: str, output: str, 
 @pytest.mark.parametrize(
     ("strategy", "architecture", "output"),
     [
-        ("hybrid", "skip_gram", "negative"),
-        ("async", "cbow", "negative"),
+        pytest.param("hybrid", "skip_gram", "negative", marks=pytest.mark.slow),
+        pytest.param("async", "cbow", "negative", marks=pytest.mark.slow),
         ("ssp", "skip_gram", "hierarchical"),
     ],
 )

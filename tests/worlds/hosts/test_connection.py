@@ -111,7 +111,7 @@ def test_the_last_message_arrives_however_long_its_rows_take(
         read(sock, room, until)
 
     monkeypatch.setattr(sockets, "read_exactly", slowly)
-    monkeypatch.setattr(transport, "FRAME_BYTES", 1 << 18)
+    monkeypatch.setattr(transport, "FRAME_BYTES", 1 << 20)
     monkeypatch.setattr(transport, "_LAST_S", 2.0)
     ours.send("last", [(0, SIZE)])
     ours.close()
