@@ -84,7 +84,7 @@ def test_a_failed_job_is_reported_and_the_sweep_goes_on_and_is_told_each_jobs_me
     "strategies",
     [
         pytest.param(["hybrid", "async", "ddp"], marks=pytest.mark.slow, id="all"),
-        pytest.param(["async", "ddp"], id="some"),
+        pytest.param(["async", "hybrid"], id="some"),
     ],
 )
 def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
@@ -98,8 +98,9 @@ def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
     page = Path("jobs/comparison.html").read_text()
     n = len(strategies)
     assert f"own: {2 * n} runs compared" in page and f"{n} of {2 * n} runs did not finish" in page
-    assert page.count(">RuntimeError: this module fails on purpose<") == n - 1
-    assert page.count('<tr class="bad">') == 2 * n  # ddp's error is a traceback
+    known = n - ("ddp" in strategies)  # ddp's error is a traceback
+    assert page.count(">RuntimeError: this module fails on purpose<") == known
+    assert page.count('<tr class="bad">') == 2 * n
     assert page.count("<figure>") >= 3 + 2  # loss three times; speed; waiting
     with Path("jobs/comparison.csv").open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -108,7 +109,7 @@ def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
     ]
     updates = {"hybrid": 12, "async": 24, "ddp": 12}
     assert [int(x["updates"]) for x in rows[::2]] == [updates[s] for s in strategies]
-    assert rows[0]["waiting_percent"] != "" and rows[-2]["waiting_percent"] == ""
+    assert [x["waiting_percent"] != "" for x in rows[::2]] == [s != "ddp" for s in strategies]
     with Path("jobs/curves.csv").open(encoding="utf-8-sig", newline="") as file:
         last = {x["run"]: x for x in csv.DictReader(file)}
     assert [int(last[f"{s} fail_at=null"]["samples"]) for s in strategies] == [2 * N] * n
