@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.hosts import connection, sockets, transport
+from hybridtrain.worlds.hosts import connection, door, sockets, transport
 from hybridtrain.worlds.hosts.connection import HostConnection, HostLost, Listener, dial
 from hybridtrain.worlds.hosts.key import Key
 
@@ -478,10 +478,10 @@ def test_a_damaged_greeting_is_turned_away(listener: Listener, said: bytes) -> N
 def test_a_greeting_that_does_not_fit_is_answered_with_the_reason(
     listener: Listener, changed: dict[str, Any], why: str
 ) -> None:
-    greeting = {"protocol": connection.PROTOCOL, "host": 1, "id": "i", "about": {}}
+    greeting = {"protocol": door.PROTOCOL, "host": 1, "id": "i", "about": {}}
     with closing(secured(listener)) as sock:
-        connection._say(sock, greeting | {"role": "up"} | changed)
-        assert why in connection._hear(sock, later())["refused"]
+        door.say(sock, greeting | {"role": "up"} | changed)
+        assert why in door.hear(sock, later())["refused"]
     assert why in refusal(listener)
 
 
@@ -505,7 +505,7 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_host_out(listener: Listener
 def test_a_silent_stranger_is_turned_away_in_time(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_GREETING_S", 0.05)
+    monkeypatch.setattr(door, "_GREETING_S", 0.05)
     with closing(connect(listener)):
         assert "no answer in time" in refusal(listener)
 
@@ -513,8 +513,8 @@ def test_a_silent_stranger_is_turned_away_in_time(
 def test_a_stranger_that_does_not_greet_is_turned_away_in_time(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hear = connection._hear
-    monkeypatch.setattr(connection, "_hear", lambda sock, until: hear(sock, 0.0))
+    hear = door.hear
+    monkeypatch.setattr(door, "hear", lambda sock, until: hear(sock, 0.0))
     with closing(secured(listener)):
         assert "no answer in time" in refusal(listener)
 
@@ -523,10 +523,10 @@ def test_a_host_that_makes_only_one_connection_is_dropped(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_HALF_S", 0.0)
-    greeting = {"protocol": connection.PROTOCOL, "host": 1, "id": "i", "about": {}, "role": "up"}
+    greeting = {"protocol": door.PROTOCOL, "host": 1, "id": "i", "about": {}, "role": "up"}
     with closing(secured(listener)) as sock:
-        connection._say(sock, greeting)
-        assert "about" in connection._hear(sock, later())
+        door.say(sock, greeting)
+        assert "about" in door.hear(sock, later())
         assert "did not make all" in refusal(listener)
 
 
