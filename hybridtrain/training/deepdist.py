@@ -1,7 +1,7 @@
 """DeepDist: ``gradient`` in workers, ``descent`` in the server (Neumann 2014).
 
 :class:`~hybridtrain.training.data.Data` takes partitions from the data, and the server deals them
-to workers; another source of partitions would replace the former.
+to workers; those of Spark are :mod:`hybridtrain.training.spark`'s.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
 from hybridtrain.training.scheme import Closed, usable_cores
 from hybridtrain.training.server import Server
+from hybridtrain.training.spark import Errand, rdd_of, train_on
 from hybridtrain.training.worker import Worker
 from hybridtrain.updates.delay_tolerant import DelayTolerant
 from hybridtrain.util.option_types import Named, Natural, Positive, check, shown
@@ -29,7 +30,7 @@ _PARTITIONS = 8  # for each worker, unless their size is given
 
 
 class DeepDist(Closed):
-    """Trains a model by two functions, as DeepDist did, on data of this host.
+    """Trains a model by two functions, as DeepDist did, on data of this host or of Spark.
 
     ``with DeepDist(model, workers=4) as dd: dd.train(data, gradient, descent)``
 
@@ -39,6 +40,7 @@ class DeepDist(Closed):
         workers: how many processes compute; ``None``: as many as there are cores.
         min_updates: so many updates are made before workers read the model anew.
         max_updates: no more workers than that have read the model, and not handed an update over.
+        port: where executors of Spark reach this process; 0 takes a free one.
 
     Other options are those of :class:`hybridtrain.Server`; ``update`` is the optimizer that steps
     the model, where there is no ``descent``.
@@ -55,11 +57,13 @@ class DeepDist(Closed):
         workers: int | None = None,
         min_updates: int = 0,
         max_updates: int = 4096,
+        port: int = 0,
         **options: Unpack[SchemeArguments],
     ) -> None:
         check("workers", workers, Positive | None)
         check("min_updates", min_updates, Natural)
         check("max_updates", max_updates, Positive)
+        check("port", port, Natural)
         if policy is not None and min_updates > 1:
             raise UserError(
                 f"min_updates={min_updates} was given with policy={shown(policy)}, and stands for "
@@ -67,13 +71,17 @@ class DeepDist(Closed):
             )
         if policy is None:
             policy = {"name": "k_batch_async", "k": min_updates} if min_updates > 1 else "async"
-        self._workers = min(workers or usable_cores(), max_updates)
+        self._workers, self._most, self._port = workers, max_updates, port
         self._given, self._options = Model(model), {**options, "policy": policy}
         # With an update the server is there from the start, and keeps its state.
         self._server = None if options.get("update") is None else self._made()
 
     def _made(self, **options: Any) -> Server:
         return Server(self._given.given, **{**self._options, **options})
+
+    def _descent(self, key: int) -> Callable[..., Descent]:
+        names = [name for name, p in self._given.named if p.requires_grad]
+        return partial(Descent, key=key, names=names)
 
     @property
     def model(self) -> Any:
@@ -96,34 +104,38 @@ class DeepDist(Closed):
         """Train; returns the model.
 
         Args:
-            data: as for :meth:`hybridtrain.Server.run`; workers draw partitions of it.
+            data: as for :meth:`hybridtrain.Server.run`, and workers draw partitions of it; or an
+                RDD or data frame of Spark, whose executors compute.
             gradient: ``gradient(model, rows)`` returns an update, or yields several: a mapping of
                 names to arrays, dense or sparse; ``None`` abstains. The model is a copy, which it
                 may change.
             descent: ``descent(model, update)`` changes the model in place, here, one update after
                 the other; ``None``: the optimizer of ``update`` steps.
             epochs: passes over the data.
-            partition_size: rows of a partition; ``None``: several partitions for each worker.
-            **run: other arguments of :meth:`hybridtrain.Server.run`.
+            partition_size: rows; ``None``: several partitions for each worker, or those of Spark.
+            **run: other arguments of :meth:`hybridtrain.Server.run`, with data of this host.
 
         Raises:
-            UserError: if an update has other names or shapes than the model, naming worker, epoch
-                and partition.
+            UserError: if an update does not fit the model, naming worker or task and partition.
         """
         if not callable(gradient):
             raise UserError(f"gradient={shown(gradient)} was given; give a function")
-        of_data = as_data(data)
-        size = partition_size or -(-of_data.length // (_PARTITIONS * self._workers))
-        body = partial(_compute, gradient)
+        rdd = rdd_of(data)
+        here = as_data(data) if rdd is None else None
+        found = usable_cores() if rdd is None else rdd.context.defaultParallelism
+        workers = min(self._workers or found, self._most)
         with _kept(descent, self._given) as key:
             if descent is not None:
-                names = [name for name, p in self._given.named if p.requires_grad]
-                self._server = self._made(optimizer=partial(Descent, key=key, names=names))
+                self._server = self._made(optimizer=self._descent(key))
                 _check(self._server)
-            if self._server is None:
-                self._server = self._made()  # says that there is no update
-            plan = {"batch_size": size, "epochs": epochs, **run}
-            self._server.run(body, self._workers, of_data, **plan)
+            self._server = self._server or self._made()  # which says that there is no update
+            if here is None:
+                errand = Errand(self._given.given, gradient, partition_size)
+                train_on(rdd, self._server, errand, epochs, workers, self._port, **run)
+                return self.model
+            size = partition_size or -(-here.length // (_PARTITIONS * workers))
+            body, plan = partial(_compute, gradient), {"batch_size": size, "epochs": epochs, **run}
+            self._server.run(body, workers, here, **plan)
         return self.model
 
 

@@ -221,5 +221,7 @@ def _rows(name: str, value: Sequence[Any], parameter: torch.nn.Parameter) -> tor
             f"parameter has {n_rows}"
         )
     where = torch.from_numpy(numbers.astype(np.int64))[None]
-    sparse = torch.sparse_coo_tensor(where, dense.detach().to(parameter.dtype), parameter.shape)
+    sparse = torch.sparse_coo_tensor(
+        where, dense.detach().to(parameter.dtype), parameter.shape, check_invariants=False
+    )
     return sparse.coalesce()

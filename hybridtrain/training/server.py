@@ -47,6 +47,7 @@ from hybridtrain.util.option_types import (
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.cpu_scheduling import one_thread
 from hybridtrain.worlds.local.signals import Interrupted
+from hybridtrain.worlds.threads import Threads
 from hybridtrain.worlds.virtual.service_times import ServiceTimes, Times
 
 T = TypeVar("T")
@@ -229,6 +230,19 @@ class Server(Scheme, Closed):
         streams = [times.stream(worker, times_seed) for worker in range(workers)]
         rehearsal = Rehearsal(server, stamp, 1, streams)
         return self._in_process(server, lambda: rehearsal.run(self._bodies(job)))
+
+    def run_beside(self, body: Body, workers: int, beside: Callable[[], object]) -> None:
+        """Run ``body(worker)`` on threads of this process, for gradients that come from elsewhere.
+
+        Args:
+            body: as for :meth:`run`.
+            workers: W.
+            beside: runs meanwhile on this thread, and lets the bodies end.
+        """
+        job = self._job(body, workers, None, {})
+        server = scheme.make_server(self, scheme.usable_cores(), inner.Server)
+        world = Threads(server, workers)
+        self._in_process(server, lambda: world.run(self._bodies(job), beside))
 
     # ---- inside ---------------------------------------------------------------------------------
 

@@ -168,6 +168,16 @@ class Worker:
         """
         return self._visible
 
+    @property
+    def parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """This worker's parameters by name, in the order of the model."""
+        return [(name, parameter.data) for name, parameter in self._model.named]
+
+    def pull(self) -> int:
+        """Bring :attr:`model` up to date; returns its version."""
+        self._pulled = self._session.pull()
+        return self.version
+
     def copy(self) -> Any:
         """A copy of the model as it is now, which the body may change; the same one each time."""
         if self._copy is None:
@@ -243,7 +253,7 @@ class Worker:
         if self._wants.whole_rounds and self._session.has_own_parameters:
             self._session.replica.refresh()
         else:
-            self._pulled = self._session.pull()
+            self.pull()
         if self._client.gone:
             sampler.shares_with(self._client.there)
 

@@ -1,1 +1,1 @@
-"""Where a run takes place: processes on this host."""
+"""Where a run takes place: processes of this host and others, threads, virtual time."""
