@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import isgenerator
 from itertools import count
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 from hybridtrain.errors import UserError
 from hybridtrain.options.strategy_arguments import SchemeArguments
 from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
-from hybridtrain.training.scheme import Closed, usable_cores
+from hybridtrain.training.scheme import usable_cores
 from hybridtrain.training.server import Server
 from hybridtrain.training.spark import Errand, rdd_of, train_on
 from hybridtrain.training.worker import Worker
@@ -29,10 +29,12 @@ Step = Callable[[Any, Any], object]
 _PARTITIONS = 8  # for each worker, unless their size is given
 
 
-class DeepDist(Closed):
+class DeepDist:
     """Trains a model by two functions, as DeepDist did, on data of this host or of Spark.
 
     ``with DeepDist(model, workers=4) as dd: dd.train(data, gradient, descent)``
+
+    As in the original it is given to ``with``, which leaves nothing to close.
 
     Args:
         model: as for :class:`hybridtrain.Server`; :meth:`train` writes its result into it.
@@ -75,6 +77,12 @@ class DeepDist(Closed):
         self._given, self._options = Model(model), {**options, "policy": policy}
         # With an update the server is there from the start, and keeps its state.
         self._server = None if options.get("update") is None else self._made()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to do: no process outlives a training."""
 
     def _made(self, **options: Any) -> Server:
         return Server(self._given.given, **{**self._options, **options})

@@ -60,6 +60,11 @@ class Model:
     def _as_given(self, name: str, parameter: torch.nn.Parameter) -> Any:
         return parameter if isinstance(self._arrays[name], torch.Tensor) else parameter.data.numpy()
 
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """The parameters by name."""
+        return {name: parameter.detach() for name, parameter in self.named}
+
     @torch.no_grad()
     def take(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write these values into the arrays that the user has given."""

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Inside, Requirements, combine, exchange_of
@@ -37,16 +37,6 @@ class Workers(NamedTuple):
 
     start_method: str
     threads: int
-
-
-class Closed:
-    """For ``with``; nothing is left to close, because no process outlives a run."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to do."""
 
 
 class Scheme:

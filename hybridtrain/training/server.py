@@ -29,9 +29,9 @@ from hybridtrain.server import server as inner
 from hybridtrain.training import scheme
 from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
-from hybridtrain.training.scheme import Closed, Scheme, Workers
+from hybridtrain.training.saved_run import SavedRun
+from hybridtrain.training.scheme import Scheme, Workers
 from hybridtrain.training.worker import Epochs, HowToGoThrough, Job, MakeOptimizer, Worker, work
-from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import needs_closure
 from hybridtrain.updates.named import KNOWN, MEAN, SUM, make_update
 from hybridtrain.util.option_types import (
@@ -54,11 +54,13 @@ T = TypeVar("T")
 Body = Callable[[Worker], Any]
 
 
-class Server(Scheme, Closed):
+class Server(Scheme):
     """Trains numpy arrays, torch tensors or a module with several processes.
 
-    ``with Server({"w": np.zeros(5)}, "async", update={"name": "sgd", "lr": 0.1}) as server:``
+    ``server = Server({"w": np.zeros(5)}, "async", update={"name": "sgd", "lr": 0.1})``
     ``server.run(body, workers=2, data=x)``
+
+    No process outlives a run, so there is nothing to close.
 
     Args:
         model: a numpy array or torch tensor, a dict of them, or a ``torch.nn.Module``, in host
@@ -111,8 +113,7 @@ class Server(Scheme, Closed):
         self._make, self._model = _maker(steps), Model(model)
         self._n_workers = 1
         self._serving: inner.Server | None = None  # during a run
-        self._version = 0  # after former runs
-        self._state: Saved | None = None
+        self._past = SavedRun()  # former runs
         self._stats: dict[str, Any] = {}
 
     @property
@@ -130,6 +131,28 @@ class Server(Scheme, Closed):
     def stats(self) -> dict[str, Any]:
         """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run."""
         return self._stats if self._serving is None else self._serving.statistics.stats()
+
+    def save(self, path: str | Path) -> None:
+        """Write parameters, the optimizer's state and the number of updates to a file.
+
+        ``torch.load(path, weights_only=True)`` reads it. During a run a body does so, by
+        :meth:`hybridtrain.Worker.save`.
+
+        Raises:
+            UserError: during a run, or if it cannot be written.
+        """
+        if self._serving is not None:
+            raise UserError("server.save was called during a run; call worker.save in the body")
+        replace(self._past, parameters=self._model.values).write(path)
+
+    def load(self, path: str | Path) -> None:
+        """Take over what :meth:`save` has written: the next run goes on from there.
+
+        Raises:
+            UserError: if it cannot be read, or is of another model.
+        """
+        self._past = SavedRun.read(path, self._model.values)
+        self._model.take(self._past.parameters)
 
     # ---- runs -----------------------------------------------------------------------------------
 
@@ -265,8 +288,7 @@ class Server(Scheme, Closed):
             self.update,
             self.on_fault,
             None if data is None else Epochs(as_data(data), **how),
-            self._version,
-            self._state,
+            self._past,
             self.recording is not None,
             self.on_failure.choice != "stop",
         )
@@ -297,9 +319,11 @@ class Server(Scheme, Closed):
         if not (masters := self._masters(server)):
             return
         self._model.take(masters)
-        self._version = server.version
+        states = self._past.optimizer
         if server.failure is None and server.optimizers.updates:
-            self._state = server.optimizers.updates[0].state()
+            saved, names = server.optimizers.updates[0].state(), list(masters)
+            states = {names[number]: state for number, state in saved.parameters.items()}
+        self._past = SavedRun(server.version, {}, states)
 
 
 class _Progress(SlowReport):

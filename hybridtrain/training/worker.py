@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import torch
@@ -22,11 +23,11 @@ from hybridtrain.training.samplers import (
     Seeded,
     ShareSampler,
 )
+from hybridtrain.training.saved_run import SavedRun
 from hybridtrain.training.session import Trained, WorkerSession
 from hybridtrain.training.step.guard import OnFault
 from hybridtrain.training.step.shared_buffers import shared
 from hybridtrain.training.step.trained_parameters import sparse_slots
-from hybridtrain.updates import Saved
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.util.option_types import Checked, Positive
 from hybridtrain.worker.client import Client, StopRequested
@@ -62,8 +63,8 @@ class Epochs(Checked):
 class Job:
     """The arguments of a run, as each worker gets them.
 
-    ``state``: of the masters' optimizer, after ``version`` updates of former runs; ``recorded``:
-    events are recorded, or replayed; ``survives``: workers go on without one that is lost.
+    ``past``: former runs; ``recorded``: events are recorded, or replayed; ``survives``: workers go
+    on without one that is lost.
     """
 
     body: Callable[[Worker], Any]
@@ -74,8 +75,7 @@ class Job:
     update: NamedUpdate
     on_fault: OnFault
     epochs: Epochs | None
-    version: int = 0
-    state: Saved | None = None
+    past: SavedRun
     recorded: bool = False
     survives: bool = False
 
@@ -90,16 +90,21 @@ class _Session(WorkerSession):
     """
 
     def __init__(self, client: Client, trained: Trained, job: Job) -> None:
-        self._state = job.state
+        self._states = job.past.optimizer
         parts = job.requirements, job.exchange, job.update, job.on_fault
         super().__init__(client, trained, *parts)
+
+    @property
+    def named(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """The parameters, as they are laid out."""
+        return self._trained.named
 
     def _masters_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """With the state that an earlier run has left."""
         made = super()._masters_of(optimizer)
-        if self._state is not None:
-            for number, state in self._state.parameters.items():
-                made.state[self._parameters[number]] = state
+        for name, parameter in self._trained.named:
+            if name in self._states:
+                made.state[parameter] = self._states[name]
         return made
 
 
@@ -124,7 +129,7 @@ class Worker:
         buffers = shared(module) if joint and module is not None else []
         trained = Trained(named, [self.optimizer], buffers, sparse)
         self._session = _Session(client, trained, job)
-        self._session.begin(job.version)
+        self._session.begin(job.past.updates)
         self._visible = self._model.visible
         self.epoch = 0
         self._copy: Model | None = None
@@ -183,6 +188,25 @@ class Worker:
         if self._copy is None:
             self._copy = self._model.apart()
         return self._copy.copied_from(self._model)
+
+    def save(self, path: str | Path) -> None:
+        """Write the masters, their optimizer's state and the number of updates to a file.
+
+        One worker does so, at any time; :meth:`hybridtrain.Server.load` reads it.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
+        self._client.settle()
+        replica, own = self._session.replica, self._session.has_own_parameters
+        if own:
+            replica.hold_masters()
+        version, (saved,) = self._client.snapshot()
+        replica.refresh(keep=own)
+        names = [name for name, _ in self._session.named]
+        states = {names[number]: state for number, state in saved.parameters.items()}
+        SavedRun(version, self._model.values, states).write(path)
+        self._session.put_back()
 
     def stats(self) -> dict[str, Any]:
         """Updates, samples, waiting, staleness of the run so far; see ``Server.stats``."""
