@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,99 +133,21 @@ def test_an_optimizer_steps_where_there_is_no_descent_and_keeps_its_state() -> N
     assert np.allclose(model["w"], reference.detach().numpy(), rtol=1e-6)
 
 
-# ---- the three examples of the original, in small -----------------------------------------------
+# ---- the three examples of the original, in the notebook ----------------------------------------
 
-VOCABULARY, WIDTH = 12, 8
-
-
-def sentences() -> list[list[int]]:
-    """Words of one half of the vocabulary stand together."""
-    numbers = np.random.default_rng(0)
-    halves = numbers.integers(0, 2, size=60) * (VOCABULARY // 2)
-    return [(half + numbers.integers(0, VOCABULARY // 2, size=8)).tolist() for half in halves]
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "deepdist.ipynb"
 
 
-def vectors() -> Arrays:
-    numbers = np.random.default_rng(1)
-    first = (numbers.random((VOCABULARY, WIDTH)) - 0.5) / WIDTH
-    return {"syn0": first, "syn1": np.zeros((VOCABULARY, WIDTH))}
-
-
-def skip_gram(model: Arrays, rows: list[list[int]], rate: float = 0.1) -> Arrays:
-    """Negative sampling with neighbours in a sentence; returns differences of the vectors."""
-    before = {name: array.copy() for name, array in model.items()}
-    numbers = np.random.default_rng(len(rows))
-    for sentence in rows:
-        for centre, other in pairwise(sentence):
-            for word, wanted in ((other, 1.0), (int(numbers.integers(VOCABULARY)), 0.0)):
-                near, far = model["syn0"][centre].copy(), model["syn1"][word].copy()
-                wrong = wanted - 1 / (1 + np.exp(-near @ far))
-                model["syn0"][centre] += rate * wrong * far
-                model["syn1"][word] += rate * wrong * near
-    return {name: model[name] - before[name] for name in model}
-
-
-def separation(vectors: np.ndarray[Any, Any]) -> float:
-    """How much more alike words of one half are."""
-    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    alike, half = unit @ unit.T, VOCABULARY // 2
-    within = alike[:half, :half].mean() + alike[half:, half:].mean()
-    return float(within - 2 * alike[:half, half:].mean())
-
-
-def test_word2vec_separates_words_of_different_sentences() -> None:
-    model = vectors()
-    with DeepDist(model, workers=2) as dd:
-        dd.train(sentences(), skip_gram, add, epochs=20, partition_size=10)
-    assert separation(model["syn0"]) > 0.5 + separation(vectors()["syn0"])
-
-
-class Adagrad:
-    """Divides by the root of all squares so far, which lie here."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate, self.squares = rate, dict[str, Any]()
-
-    def __call__(self, model: Arrays, update: Arrays) -> None:
-        for name, gradient in update.items():
-            squares = self.squares[name] = self.squares.get(name, 0.0) + gradient**2
-            model[name] += self.rate * gradient / (1e-6 + np.sqrt(squares))
-
-
-def test_word2vec_by_adagrad_in_descent() -> None:
-    model = vectors()
-    with DeepDist(model, workers=2, min_updates=2) as dd:
-        dd.train(sentences(), skip_gram, Adagrad(0.05), epochs=20, partition_size=10)
-    assert separation(model["syn0"]) > 0.5 + separation(vectors()["syn0"])
-
-
-def cross_entropy(model: Arrays, rows: Any) -> Arrays:
-    """Of a softmax classifier."""
-    x, labels = rows
-    scores = x @ model["w"] + model["b"]
-    shares = np.exp(scores - scores.max(1, keepdims=True))
-    shares /= shares.sum(1, keepdims=True)
-    shares[np.arange(len(labels)), labels] -= 1
-    return {"w": x.T @ shares / len(labels), "b": shares.mean(0)}
-
-
-def descend(model: Arrays, update: Arrays) -> None:
-    for name, gradient in update.items():
-        model[name] -= 0.5 * gradient
-
-
-@pytest.mark.parametrize("by_descent", [True, False])
-def test_a_classifier_learns_clusters(by_descent: bool) -> None:
-    numbers = np.random.default_rng(0)
-    labels = numbers.integers(0, 3, size=300)
-    x = np.eye(3, 5)[labels] * 4 + numbers.normal(size=(300, 5))
-    model = {"w": np.zeros((5, 3)), "b": np.zeros(3)}
-    update = {} if by_descent else {"update": {"name": "sgd", "lr": 0.5}}
-    with DeepDist(model, workers=2, **update) as dd:
-        steps = descend if by_descent else None
-        dd.train((x, labels), cross_entropy, steps, epochs=4, partition_size=20)
-    right = (x @ model["w"] + model["b"]).argmax(1) == labels
-    assert right.mean() > 0.9
+def test_the_notebook_separates_words_and_classifies(capfd: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+    exec(compile(code, str(NOTEBOOK), "exec"), {"__name__": "deepdist"})
+    word2vec, adagrad, *classified = capfd.readouterr().out.splitlines()
+    before, after = (float(each) for each in re.findall(r"-?\d\.\d+", word2vec))
+    by_adagrad = float(adagrad.rpartition(" ")[2])
+    assert min(after, by_adagrad) > 0.5 + before
+    right = [int(line.partition(": ")[2].partition("%")[0]) for line in classified]
+    assert len(right) == 2 and min(right) > 90
 
 
 # ---- failures and bad input ---------------------------------------------------------------------
