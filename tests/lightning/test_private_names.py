@@ -106,7 +106,7 @@ OTHERS = {
     "_foreach_add_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_",
     "_foreach_mul_", "_foreach_norm", "_foreach_sub",
     "_forkserver", "_forkserver_address", "_fused_adam_", "_fused_adamw_",
-    "_fused_sgd_", "_get_node", "_getframe", "_is_in_bad_fork", "_kwargs", "_mode", "_nnz",
+    "_fused_sgd_", "_get_node", "_getframe", "_is_in_bad_fork", "_jsc", "_kwargs", "_mode", "_nnz",
     "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_post_accumulate_grad_hooks",
     "_resource_sharer", "_return_value", "_run_exitfuncs", "_stop", "_values",
     "_worker_loop",
