@@ -20,6 +20,7 @@ from hybridtrain.cli import claim, explain, further_host, hydra_config, key, new
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
 from hybridtrain.cli.quiet import hush
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
+from hybridtrain.cli.sweep.search import OptunaSweeper
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job_process.remember_environment()
     hush()
     job_launcher.ROWS.clear()
+    job_launcher.LAST_WORDS.clear()
     _hear_interrupts()
     overrides: list[str] = []
     outcome = guarded(lambda: _command(given, overrides), overrides)
@@ -100,7 +102,7 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
         return results[-1]
 
     hydra_config.register()
-    job_launcher.register()
+    job_launcher.register(job_launcher.ProcessLauncher, OptunaSweeper)
     saved, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -142,6 +144,9 @@ def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
     page = job_launcher.leave_page(job_launcher.ROWS, job_launcher.DIRECTORY[0])
     if page is not None:
         print(f"\nside by side: {page}", flush=True)
+    print(
+        "\n".join(job_launcher.LAST_WORDS), end="\n" if job_launcher.LAST_WORDS else "", flush=True
+    )
     failed = [row for row in job_launcher.ROWS if row.outcome.exit != 0]
     if outcome.exit == 0 and failed:
         return CommandOutcome(

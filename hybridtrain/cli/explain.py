@@ -36,6 +36,7 @@ EXTRAS = {
     "sklearn": "vision",
     "matplotlib": "report",
     "ray": "ray",
+    "optuna": "sweep",
 }
 
 

@@ -47,12 +47,22 @@ _LAUNCHER = {
     "at_once": 1,
 }
 
+# ``hydra/sweeper=optuna``: what each key means is in the reference, which has it of the class.
+_NULL = ("pruner", "direction", "n_trials", "storage", "study_name", "params")
+_SEARCH = {
+    "_target_": "hydra_plugins.hybridtrain.OptunaSweeper",
+    "sampler": "tpe",
+    "seed": 0,
+    **dict.fromkeys(_NULL),
+}
+
 
 def register() -> None:
-    """Register ``hydra/launcher=process``, and ``${unique_id:}`` for names of run directories."""
-    ConfigStore.instance().store(
-        group="hydra/launcher", name="process", node=_LAUNCHER, provider="hybridtrain"
-    )
+    """Register our launcher and sweeper, and ``${unique_id:}`` for names of run directories."""
+    for group, name, node in (("launcher", "process", _LAUNCHER), ("sweeper", "optuna", _SEARCH)):
+        ConfigStore.instance().store(
+            group=f"hydra/{group}", name=name, node=node, provider="hybridtrain"
+        )
     OmegaConf.register_new_resolver(
         "unique_id", lambda: uuid.uuid4().hex[:4], use_cache=True, replace=True
     )

@@ -54,7 +54,7 @@ from hybridtrain.cli.further_host import place_in, quiet
 from hybridtrain.cli.hydra_config import overrides_of, portable
 from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.cli.resume import newest, sign
-from hybridtrain.cli.sweep import job_process
+from hybridtrain.cli.sweep import job_process, reports
 from hybridtrain.cli.telemetry import summary
 from hybridtrain.cli.telemetry.monitor import RunMonitor, RunStats, up_to_date
 from hybridtrain.cli.telemetry.summary import best_checkpoint, has_validated, logged, metrics_of
@@ -260,6 +260,8 @@ class Parts:
     data: pl.LightningDataModule | None
     trainer: pl.Trainer
     loggers: list[Logger]
+    reporter: reports.Reporter | None = None
+    pruned: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     cpu_before_s: float = field(default_factory=_workers_cpu_s)
 
@@ -314,11 +316,13 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
     step = 0 if cfg.ckpt is None else check_checkpoint(Path(cfg.ckpt), module, not cfg.test_only)
     loggers = _named("logger", cfg.logger, Logger)
     callbacks = _callbacks(cfg, loggers)
+    reporter = reports.reporter(cfg.task)
+    callbacks += [] if reporter is None else [reporter]
     if cfg.get("resume") is not None:
         continue_logs(loggers, callbacks, step)
     trainer = _trainer(cfg, callbacks, loggers)
     describe_run(cfg, trainer, drawn_seed)
-    return Parts(cfg, module, data, trainer, loggers)
+    return Parts(cfg, module, data, trainer, loggers, reporter)
 
 
 def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) -> pl.Trainer:
@@ -372,6 +376,9 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
         with keeping_whole(trainer), naming_monitors(cfg):
             _fit(cfg, parts)
         parts.metrics |= metrics_of(trainer)
+        parts.pruned = parts.reporter is not None and parts.reporter.was_pruned()
+        if parts.pruned:
+            return
         ckpt = best_checkpoint(trainer)
     if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
         loggers = [] if unsaved(trainer) else writable(_quiet_csv(parts.loggers))
@@ -416,7 +423,7 @@ def _outcome(cfg: DictConfig, parts: Parts) -> CommandOutcome:
 
 def _metric(cfg: DictConfig, parts: Parts) -> float | None:
     name, metrics = cfg.task.metric, parts.metrics
-    untested = not cfg.test and name not in metrics
+    untested = (not cfg.test or parts.pruned) and name not in metrics
     if name is None or cfg.trainer.fast_dev_run or untested:
         return None
     if name in metrics:

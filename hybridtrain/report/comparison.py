@@ -48,6 +48,7 @@ from hybridtrain.report.runs import (
     labels,
     read_run,
 )
+from hybridtrain.report.search import search_of
 from hybridtrain.util.option_types import is_number
 
 PAGE, RUNS, CURVES = "comparison.html", "comparison.csv", "curves.csv"
@@ -79,6 +80,7 @@ def comparison(
     begun = sorted(str(x) for run in runs if (x := run.summary.get("started")))
     when = f"begun {begun[0][:16]}" if begun else f"seen {date.today()}"
     parts = [*_head(runs, folders), *_remarks(shown)]
+    parts += [part for folder in folders for part in search_of(folder)]
     parts += [heading("Results"), results(shown, out), _sheets_hint(out), *hosts_of(shown)]
     for task in tasks:
         title_of = (f"Task {task}" if task else "No task known") if len(tasks) > 1 else ""

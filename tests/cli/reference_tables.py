@@ -20,6 +20,7 @@ import yaml
 from hybridtrain import doctor, ray, replay, transcribe, vectors
 from hybridtrain.cli.hydra_config import conf_dir
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher
+from hybridtrain.cli.sweep.search import OptunaSweeper
 from hybridtrain.cli.validation.config_checks import TrainerOptions
 from hybridtrain.exchanges.compression import CODECS
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
@@ -219,6 +220,8 @@ def hydra_rows() -> Iterator[Row]:
             yield [f"`{name}`", value, prose(key.meaning)]
     for name, (value, kind, said) in arguments_of(ProcessLauncher).items():
         yield [f"`hydra.launcher.{name}`", value, f"{said} ({kind})"]
+    for name, (value, kind, said) in arguments_of(OptunaSweeper).items():
+        yield [f"`hydra.sweeper.{name}`", value, f"`hydra/sweeper=optuna`: {said} ({kind})"]
     for path in sorted((conf_dir() / "hydra").rglob("*.yaml")):
         choice = f"hydra/{path.parent.name}={path.stem}"
         yield [f"`{choice}`", "", conf_file(path).description]

@@ -100,7 +100,7 @@ MORE = {
     "_store_dataloader_outputs": "pytorch_lightning.loops.evaluation_loop",
     "_sync": _RESULT,
 }
-# Of torch, Hydra and Python.
+# Of torch, Hydra, Optuna and Python.
 OTHERS = {
     "_BatchNorm", "_asdict", "_batch_sampler", "_clear", "_exit",
     "_foreach_add_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_",
@@ -108,7 +108,7 @@ OTHERS = {
     "_forkserver", "_forkserver_address", "_fused_adam_", "_fused_adamw_",
     "_fused_sgd_", "_get_node", "_getframe", "_is_in_bad_fork", "_jsc", "_kwargs", "_mode", "_nnz",
     "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_post_accumulate_grad_hooks",
-    "_resource_sharer", "_return_value", "_run_exitfuncs", "_stop", "_values",
+    "_resource_sharer", "_return_value", "_run_exitfuncs", "_stop", "_trial_id", "_values",
     "_worker_loop",
 }  # fmt: skip
 # Imported from modules of Lightning's by their private names.

@@ -57,6 +57,7 @@ class JobRow:
 
 ROWS: list[JobRow] = []  # the jobs of this process' sweep; the command line prints them
 DIRECTORY: list[Path] = []  # of that sweep
+LAST_WORDS: list[str] = []  # printed below the table
 
 
 class ProcessLauncher(Launcher):
@@ -100,7 +101,11 @@ class ProcessLauncher(Launcher):
         check_directory(Path(str(self.config.hydra.sweep.dir)))
         resumed.sign(Path(str(self.config.hydra.sweep.dir)), self.config)
         outcomes: dict[int, CommandOutcome] = {}
-        self.run(self.left_of(jobs, outcomes), lambda job, end: outcomes.update({job.number: end}))
+
+        def ended(job: Job, outcome: CommandOutcome) -> CommandOutcome:
+            return outcomes.setdefault(job.number, outcome)
+
+        self.run(self.left_of(jobs, outcomes), ended)
         return [_job_return(job.config, outcomes[job.number]) for job in jobs]
 
     def begin(self) -> None:
@@ -132,7 +137,7 @@ class ProcessLauncher(Launcher):
                 left.append(job)
             else:
                 outcomes[job.number] = before
-                self._note(job, before)
+                self.note(job, before)
         print(f"{len(jobs) - len(left)} of {len(jobs)} jobs have finished before", flush=True)
         return (
             self.job(job.overrides, job.number, job.total, resumed.going_on(job.folder))
@@ -142,29 +147,35 @@ class ProcessLauncher(Launcher):
     def run(
         self,
         jobs: Iterator[Job],
-        ended: Callable[[Job, CommandOutcome], None],
+        ended: Callable[[Job, CommandOutcome], CommandOutcome],
         listen: Callable[[float], None] = time.sleep,
+        tells: bool = True,
     ) -> None:
-        """Run the jobs; raises SystemExit after a signal."""
+        """Run the jobs; raises SystemExit after a signal.
+
+        ``ended`` says what the table is to show; ``tells``: print a line when a job begins or ends.
+        """
         began: dict[int, float] = {}
 
         def start(job: Job, place: Place) -> JobProcess:
             began[job.number] = time.monotonic()
             where = f" (output: {place.output})" if place.output else ""
-            print(f"{job}: {' '.join(job.overrides)}{where}", flush=True)
+            if tells:
+                print(f"{job}: {' '.join(job.overrides)}{where}", flush=True)
             return self._start(job, place)
 
-        def note(job: Job, outcome: CommandOutcome) -> None:
-            self._note(job, outcome)
-            if self.at_once != 1:
+        def end(job: Job, outcome: CommandOutcome) -> None:
+            outcome = ended(job, outcome)
+            self.note(job, outcome)
+            if tells and self.at_once != 1:
                 took_s = time.monotonic() - began[job.number]
                 print(f"{job}: {_verdict(outcome)}, after {took_s:.1f} s", flush=True)
-            ended(job, outcome)
 
-        if signum := run_jobs(jobs, start, note, self.at_once, listen):
+        if signum := run_jobs(jobs, start, end, self.at_once, listen):
             raise SystemExit(128 + signum)
 
-    def _note(self, job: Job, outcome: CommandOutcome) -> None:
+    def note(self, job: Job, outcome: CommandOutcome) -> None:
+        """Add a row to the table."""
         ROWS.append(JobRow(job.number, list(job.overrides), outcome, job.folder))
         ROWS.sort(key=lambda row: row.number)
         DIRECTORY[:] = [Path(str(job.config.hydra.sweep.dir))]
@@ -241,23 +252,25 @@ def _verdict(done: CommandOutcome) -> str:
         return done.error or "interrupted"
     if done.exit != 0:
         return f"failed ({done.exit}): {(done.error or 'no reason given')[:80]}"
-    return "-" if done.metric is None else f"{done.metric:.6g}"
+    metric = [] if done.metric is None else [f"{done.metric:.6g}"]
+    return " ".join([*metric, *([done.error] if done.error else [])]) or "-"
 
 
-def register() -> None:
-    """Register ``hydra/launcher=process`` as a plugin in the module ``hydra_plugins.hybridtrain``.
+def register(*kinds: type) -> None:
+    """Register launchers and sweepers as plugins in the module ``hydra_plugins.hybridtrain``.
 
     Hydra takes plugins from the package ``hydra_plugins`` alone. A folder of that name in our wheel
     would be loaded by every Hydra program on the machine; a module made here concerns only ours.
     """
     plugins = Plugins.instance()  # scans hydra_plugins, before we add to it
     home = types.ModuleType("hydra_plugins.hybridtrain")
-    setattr(home, ProcessLauncher.__name__, ProcessLauncher)
-    ProcessLauncher.__module__ = home.__name__
     parent = sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     parent.hybridtrain = home  # type: ignore[attr-defined]
     sys.modules[home.__name__] = home
-    plugins.register(ProcessLauncher)
+    for kind in kinds:
+        setattr(home, kind.__name__, kind)
+        kind.__module__ = home.__name__
+        plugins.register(kind)
 
 
 def leave_page(rows: Sequence[JobRow], directory: Path) -> str | None:

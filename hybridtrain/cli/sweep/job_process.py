@@ -31,6 +31,7 @@ from hybridtrain.util.anonymous_files import anonymous_descriptor
 from hybridtrain.worlds.local.signals import ending_signals
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
+REPORTS = "HYBRIDTRAIN_REPORTS"  # the job's mailbox, if the sweep listens
 ENVIRONMENT: dict[str, str] = {}  # at the start of the command, before any job
 FLAGS: list[str] = []  # of the command line, such as --config-dir
 
@@ -43,11 +44,15 @@ def remember_environment() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a job runs: its cores and GPUs (empty: all), and the file that it prints to, if any."""
+    """Where a job runs: its cores and GPUs (empty: all), and the file that it prints to, if any.
+
+    ``reports``: its mailbox, if the sweep listens.
+    """
 
     cores: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
     output: Path | None = None
+    reports: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ def _forked_main(
         signal.signal(signum, default)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
     os.environ.clear()
-    os.environ.update(ENVIRONMENT | _of_gpus(place))
+    os.environ.update(_environment(place))
     if place.output is not None:
         with place.output.open("ab") as file:
             for fd in {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}:
@@ -148,7 +153,7 @@ def start_fresh(config: DictConfig, place: Place) -> JobProcess:
     directory = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
     result = _result_file()
     fd = result.fileno()
-    environment = ENVIRONMENT | _of_gpus(place) | {RESULT: str(fd), PARENT: str(os.getpid())}
+    environment = _environment(place) | {RESULT: str(fd), PARENT: str(os.getpid())}
     command = _command(config, directory)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_on_cores(place.cores))
@@ -164,8 +169,10 @@ def _result_file() -> BinaryIO:
     return open(anonymous_descriptor(), "r+b")  # noqa: PTH123  (it has no path)
 
 
-def _of_gpus(place: Place) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)} if place.gpus else {}
+def _environment(place: Place) -> dict[str, str]:
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)} if place.gpus else {}
+    reports = {REPORTS: place.reports} if place.reports else {}
+    return ENVIRONMENT | gpus | reports
 
 
 @contextlib.contextmanager

@@ -122,7 +122,8 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     if values["resume"] != AUTO:
         directory = Path(str(values["resume"]))
         former = read(directory)
-        if other := _other(former, typed):
+        known = former.by_key()
+        if other := [x for key, x in _choosing(typed).items() if known.get(key) != x]:
             raise UserError(
                 f"resume={directory}: this sweep had other options: {', '.join(other[:5])}; leave "
                 "them out to go on as it was"
@@ -135,7 +136,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     for directory in runs_below(root, SWEEP_FILE):
         try:
             former = read(directory)
-            if former.finished or _other(former, typed) or _missing(former, typed):
+            if former.finished or _choosing(former.by_key()) != _choosing(typed):
                 continue
             if attempt(directory, "resume=auto") is not None:
                 continue
@@ -148,22 +149,14 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     return list(typed.values())
 
 
-def _counts(key: str) -> bool:
-    """Whether an option decides which jobs there are."""
-    return key not in (*ASIDE, *_PLACES, _LENGTH) and (
-        not key.startswith("hydra") or key.startswith(_SEARCH)
-    )
-
-
-def _other(former: Sweep, typed: dict[str, str]) -> list[str]:
-    """The typed options that the sweep did not have."""
-    known = former.by_key()
-    return [x for key, x in typed.items() if _counts(key) and known.get(key.lstrip("+~")) != x]
-
-
-def _missing(former: Sweep, typed: dict[str, str]) -> bool:
-    names = {key.lstrip("+~") for key in typed}
-    return any(_counts(key) and key not in names for key in former.by_key())
+def _choosing(options: dict[str, str]) -> dict[str, str]:
+    """The options that decide which jobs there are."""
+    return {
+        key.lstrip("+~"): text
+        for key, text in options.items()
+        if key not in (*ASIDE, *_PLACES, _LENGTH)
+        and (not key.startswith("hydra") or key.startswith(_SEARCH))
+    }
 
 
 def _going_on(directory: Path, former: Sweep, typed: dict[str, str]) -> list[str]:

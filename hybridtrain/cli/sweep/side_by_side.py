@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,11 +29,12 @@ _LOOK_S, _MEASURE_S = 0.05, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as configured; ``total``: of how many, None: not known."""
+    """A job as configured; ``total``: of how many, None: not known; ``reports``: its mailbox."""
 
     config: DictConfig
     overrides: tuple[str, ...]
     total: int | None = None
+    reports: str = ""
 
     @property
     def number(self) -> int:
@@ -69,7 +71,7 @@ def run_jobs(
     room, next_job = Room(at_once), next(jobs, None)
     running: list[JobProcess] = []
     about: dict[int, tuple[Job, Place]] = {}
-    with passing_on(running) as signals:
+    with _all_or_none(running), passing_on(running) as signals:
         patience_until_s = float("inf")
         while running or (next_job is not None and not signals):
             while next_job and not signals and (place := room.take(next_job, running)):
@@ -93,6 +95,16 @@ def run_jobs(
             if next_job is None and not signals and room.has_more(len(running)):
                 next_job = next(jobs, None)
     return signals[0] if signals else 0
+
+
+@contextmanager
+def _all_or_none(running: list[JobProcess]) -> Iterator[None]:
+    """Let no job outlive an error of the sweep."""
+    try:
+        yield
+    finally:
+        for process in running:
+            process.send(signal.SIGKILL)
 
 
 class Room:
@@ -127,7 +139,7 @@ class Room:
     def take(self, job: Job, running: list[JobProcess]) -> Place | None:
         """A place for the job beside those that run; None: it has to wait."""
         if self._at_once == 1:
-            return None if running else Place()
+            return None if running else Place(reports=job.reports)
         n_gpus = _gpus_of(job.config, len(self._gpus))
         if self._at_once != "auto":
             if len(running) >= self._at_once:
@@ -141,7 +153,7 @@ class Room:
                 return None
         cores = _first(self._cores, n_cores)
         job.folder.mkdir(parents=True, exist_ok=True)
-        return Place(cores, _first(self._gpus, n_gpus), job.folder / OUTPUT_FILE)
+        return Place(cores, _first(self._gpus, n_gpus), job.folder / OUTPUT_FILE, job.reports)
 
     def give_back(self, place: Place) -> None:
         """The job there has ended."""

@@ -1,0 +1,267 @@
+"""``hydra/sweeper=optuna``: the search space, what a kill changes (nothing), pruning, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from hybridtrain.cli.sweep import reports
+from hybridtrain.cli.sweep.reports import Mailbox, Reporter
+from hybridtrain.cli.sweep.search import Search, space_of
+from hybridtrain.errors import UserError
+from tests.cli.conftest import Command, summary
+from tests.cli.test_interrupt import _none_left
+from tests.cli.tiny import TINY
+from tests.cli.zygote import Zygote
+from tests.picking import by_default
+
+optuna = pytest.importorskip("optuna", reason="searches need the extra `sweep`")
+distributions = optuna.distributions
+
+SEARCH = ["-m", *TINY, "hydra/sweeper=optuna", "task.metric=train/loss", "hydra.sweep.dir=jobs"]
+LR = "model.lr=tag(log, interval(1e-4, 1e-1))"
+
+
+# ---- the search space, and what is asked of the study --------------------------------------------
+
+
+def test_the_syntax_of_a_space_is_that_of_hydras_own_optuna_sweeper() -> None:
+    given = ["strategy=hybrid,async", "trainer.devices=range(1,4)", "a=interval(0, 1.5)"]
+    given += [
+        "b=tag(log, int(interval(1, 100)))",
+        "c=range(0, 1, step=0.25)",
+        "d=choice(1, 'x y')",
+    ]
+    space, fixed = space_of(
+        [*given, "e=3", "~f", "a=interval(0, 2.5)", "+g=tag(log,interval(1e-3,1))"]
+    )
+    assert fixed == ["e=3", "~f"]
+    assert space == {
+        "strategy": distributions.CategoricalDistribution(("hybrid", "async")),
+        "trainer.devices": distributions.IntDistribution(1, 4),
+        "a": distributions.FloatDistribution(0, 2.5),
+        "b": distributions.IntDistribution(1, 100, log=True),
+        "c": distributions.FloatDistribution(0, 1, step=0.25),
+        "d": distributions.CategoricalDistribution(("1", "x\\ y")),
+        "+g": distributions.FloatDistribution(1e-3, 1, log=True),
+    }
+    with pytest.raises(UserError, match="no key has several values"):
+        space_of(["e=3"])
+    with pytest.raises(UserError, match=r"a=tag\(log, interval\(0, 1\)\): "):
+        space_of(["a=tag(log, interval(0, 1))"])
+
+
+def asked(sampler: Any, n: int, broken_at: int | None, home: Path) -> list[dict[str, Any]]:
+    """The parameters of n trials; another process asks after a kill while ``broken_at`` runs."""
+    storage = optuna.storages.InMemoryStorage()
+    space, _ = space_of(["lr=tag(log, interval(1e-4,1))", "kind=a,b,c"])
+    if sampler == "grid":
+        space, _ = space_of(["lr=0.1,0.2", "kind=a,b,c"])
+
+    def begun() -> Search:
+        study = optuna.create_study(storage=storage, study_name="search", load_if_exists=True)
+        search = Search(study, space, sampler, 5, home)
+        search.prepare(n)
+        return search
+
+    search, found = begun(), []
+    while (next_one := search.next()) is not None:
+        trial, has_begun = next_one
+        if trial.number == broken_at and not has_begun:
+            search = begun()
+            continue
+        assert has_begun == (trial.number == broken_at)
+        found.append(dict(trial.params))
+        search.study.tell(trial, math.log(float(trial.params["lr"])) ** 2)
+    return found
+
+
+@pytest.mark.parametrize("sampler", ["random", "grid", "tpe"])
+def test_a_kill_in_the_third_trial_changes_no_suggestion(sampler: Any, tmp_path: Path) -> None:
+    n = {"tpe": 14, "grid": 6}.get(sampler, 8)  # TPE draws ten at random first
+    whole = asked(sampler, n, None, tmp_path)
+    assert len(whole) == n
+    assert asked(sampler, n, 2, tmp_path) == whole
+    assert len({json.dumps(each) for each in whole}) == n
+
+
+def test_a_study_of_another_space_is_refused_by_the_keys_that_differ(tmp_path: Path) -> None:
+    study = optuna.create_study()
+    Search(study, space_of(["lr=1,2", "width=1,2"])[0], "tpe", 0, tmp_path)
+    Search(study, space_of(["lr=1,2", "width=1,2"])[0], "tpe", 0, tmp_path)
+    with pytest.raises(UserError, match="another search space: lr, more differ"):
+        Search(study, space_of(["lr=1,3", "width=1,2", "more=1,2"])[0], "tpe", 0, tmp_path)
+
+
+def test_failed_points_of_a_grid_wait_again_and_a_failed_job_is_made_up_for(tmp_path: Path) -> None:
+    study, failed = optuna.create_study(), optuna.trial.TrialState.FAIL
+    space, _ = space_of(["lr=1,2"])
+    search = Search(study, space, "grid", 0, tmp_path)
+    search.prepare(None)
+    for state in (failed, optuna.trial.TrialState.COMPLETE):
+        trial, _ = search.next() or pytest.fail("two are to be had")
+        study.tell(trial, None if state == failed else 1.0, state)
+    assert search.next() is None
+    search.prepare(None)
+    again, _ = search.next() or pytest.fail("one has failed")
+    assert again.params == {"lr": "1"} and search.next() is None
+
+
+# ---- pruning -------------------------------------------------------------------------------------
+
+
+def test_a_job_reports_hears_the_answer_and_trains_on_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mailbox, answers, taken = Mailbox(), list[bool](), list[Any]()
+    job = Reporter(mailbox.path, "loss")
+    asking = Thread(target=lambda: answers.extend([job.ask(0, 0.5), job.ask(1, 2.0)]))
+    asking.start()
+    while asking.is_alive():
+        if (report := mailbox.take()) is not None:
+            taken.append(report)
+            assert not job.was_pruned()
+            mailbox.answer(report[1] > 1)
+    assert answers == [False, True] and taken == [(0, 0.5), (1, 2.0)] and job.was_pruned()
+    monkeypatch.setattr(reports, "_PATIENCE_S", 0.01)
+    assert job.ask(2, 3.0) is False  # nobody looks
+    mailbox.close()
+    assert job.ask(3, 3.0) is False and not job.was_pruned()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    by_default(["hybrid", "async", "local_sgd", "hogwild", "ddp", "diloco"], "async"),
+)
+def test_a_job_is_pruned_under_every_strategy(
+    command: Command, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    class OfTheSecond(optuna.pruners.BasePruner):  # type: ignore[misc, name-defined]
+        def prune(self, study: Any, trial: Any) -> bool:
+            return trial.number == 1 and trial.last_step == 1
+
+    monkeypatch.setattr(optuna.pruners, "MedianPruner", OfTheSecond)
+    options = ["model.lr=choice(0.01, 0.02)", "hydra.sweeper.sampler=grid", f"strategy={strategy}"]
+    options += ["hydra.sweeper.pruner=median", "trainer.devices=2", "logger=none"]
+    result = command(*SEARCH, *options, "trainer.max_epochs=6", "trainer.check_val_every_n_epoch=2")
+    assert result.code == 0, result.err
+    found = json.loads(Path("jobs/search.json").read_text())
+    assert [x["state"] for x in found["trials"]] == ["complete", "pruned"]
+    assert "pruned at step 1" in result.out
+    updates = [summary(f"jobs/{i}")["updates"] for i in range(2)]
+    assert 0 < updates[1] < updates[0]
+    assert summary("jobs/1")["exit"] == 0 and "test/n" not in summary("jobs/1")["metrics"]
+
+
+# ---- whole searches ------------------------------------------------------------------------------
+
+
+def test_a_search_ends_with_the_winners_command_and_a_failed_job_counts_as_failed(
+    command: Command,
+) -> None:
+    options = ["model.lr=0.01,0.05,1e30", "hydra.sweeper.sampler=grid", "logger=none"]
+    result = command(*SEARCH, *options, "trainer.max_epochs=1")
+    assert result.code == 1, "a failed job, as in any sweep"
+    found = json.loads(Path("jobs/search.json").read_text())
+    assert [x["state"] for x in found["trials"]] == ["complete", "complete", "fail"]
+    best = min(found["trials"][:2], key=lambda x: x["value"])
+    assert found["best"] == best["number"]
+    assert result.out.rstrip().splitlines()[-1].strip() == found["command"]
+    assert f"model.lr={best['params']['++model.lr']}" in found["command"]
+    page = Path("jobs/comparison.html").read_text()
+    assert ">Search<" in page and "The best is job" in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("storage", ["null", "jobs.journal", "sqlite:///own.db"])
+def test_a_killed_search_goes_on_as_if_it_had_not_been(
+    zygote: Zygote, command: Command, storage: str
+) -> None:
+    options = [*SEARCH, LR, "hydra.sweeper.n_trials=4", f"hydra.sweeper.storage={storage}"]
+    options += ["trainer.max_epochs=6", "model.sleep_s=0.03", "trainer.devices=2"]
+    run = zygote.start(Path.cwd(), *options)
+    run.until("jobs/2/checkpoints/last.ckpt")
+    os.killpg(run.pid, signal.SIGKILL)
+    run.status()
+    assert _none_left(run.pid)
+    result = command(*options, "resume=auto")
+    assert result.code == 0, result.err
+    assert "jobs/2 goes on from" in result.out and summary("jobs/2")["resumed"]
+    trials = json.loads(Path("jobs/search.json").read_text())["trials"]
+    alone = [x.replace("jobs", "alone") if "sweep.dir" in x else x for x in options]
+    alone[-2] = "model.sleep_s=0"
+    if storage != "null":
+        alone.append("hydra.sweeper.study_name=alone")
+    assert command(*alone).code == 0
+    assert json.loads(Path("alone/search.json").read_text())["trials"] == trials
+    more = command("-m", "resume=jobs", "hydra.sweeper.n_trials=5")
+    assert more.code == 0 and len(json.loads(Path("jobs/search.json").read_text())["trials"]) == 5
+
+
+@pytest.mark.slow
+def test_two_trials_at_once_and_an_interrupt_ends_both(zygote: Zygote, command: Command) -> None:
+    options = [*SEARCH, LR, "hydra.sweeper.n_trials=3", "hydra.launcher.at_once=2"]
+    options += ["trainer.max_epochs=8", "model.sleep_s=0.03"]
+    run = zygote.start(Path.cwd(), *options)
+    for number in (0, 1):
+        run.until(f"jobs/{number}/checkpoints/last.ckpt")
+    os.kill(run.pid, signal.SIGINT)
+    assert run.status() == 130
+    assert run.left() == []
+    assert command(*options, "resume=auto").code == 0
+    assert [bool(summary(f"jobs/{i}")["resumed"]) for i in range(3)] == [True, True, False]
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        (["optimizer.lrr=interval(0.1,1)"], "optimizer.lrr: there is no key 'lrr' in optimizer"),
+        (["strategy=choice(hybrid,hybird)"], "there is no strategy 'hybird'"),
+        ([LR, "task.metric=null"], "a search needs a metric"),
+        ([LR, "hydra.sweeper.sampler=grid"], "is an interval of real numbers"),
+        ([LR, "hydra.sweeper.sampler=tee"], "hydra.sweeper.sampler"),
+        ([LR, "hydra.sweeper.storage=nothing://x"], "hydra.sweeper.storage=nothing://x: the study"),
+        (["model.lr=0.1"], "no key has several values"),
+        (["hydra.sweeper.params={optimizer.lrr: 'interval(0,1)'}"], "no key 'lrr' in optimizer"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line_before_any_job(
+    command: Command, options: list[str], fragment: str
+) -> None:
+    result = command(*SEARCH, *options)
+    assert result.code == 2 and fragment in result.complaint
+    assert not Path("jobs/0").exists()
+
+
+def test_a_metric_that_no_job_returns_ends_the_search_after_the_first(command: Command) -> None:
+    result = command(*SEARCH, LR, "task.metric=val/lost", "trainer.max_epochs=1", "logger=none")
+    assert result.code == 2
+    assert "task.metric=val/lost: the run logged no such metric" in result.err
+    assert Path("jobs/0").exists() and not Path("jobs/1").exists()
+
+
+def test_an_end_with_an_error_ends_the_jobs_beside_it(zygote: Zygote) -> None:
+    options = [*SEARCH, "model.sleep_s=0,1000", "hydra.sweeper.sampler=grid", "logger=none"]
+    options += ["task.metric=val/lost", "hydra.launcher.at_once=2", "trainer.max_epochs=1"]
+    run = zygote.start(Path.cwd(), *options)
+    assert run.status() == 2
+    assert run.left() == [], run.said()
+
+
+def test_without_optuna_the_extra_is_named(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert "pip install 'hybridtrain[sweep]'" in command(*SEARCH, LR).complaint
