@@ -27,6 +27,7 @@ optuna = pytest.importorskip("optuna", reason="searches need the extra `sweep`")
 distributions = optuna.distributions
 
 SEARCH = ["-m", *TINY, "hydra/sweeper=optuna", "task.metric=train/loss", "hydra.sweep.dir=jobs"]
+PRUNED = ["hybrid", "ddp", "async", "local_sgd", "hogwild", "diloco"]
 LR = "model.lr=tag(log, interval(1e-4, 1e-1))"
 
 
@@ -139,7 +140,7 @@ def test_a_job_reports_hears_the_answer_and_trains_on_without_one(
 
 @pytest.mark.parametrize(
     "strategy",
-    by_default(["hybrid", "async", "local_sgd", "hogwild", "ddp", "diloco"], "async"),
+    by_default([*PRUNED, *(f"{x} strategy.start_method=spawn" for x in PRUNED[:2])], "async"),
 )
 def test_a_job_is_pruned_under_every_strategy(
     command: Command, monkeypatch: pytest.MonkeyPatch, strategy: str
@@ -149,7 +150,8 @@ def test_a_job_is_pruned_under_every_strategy(
             return trial.number == 1 and trial.last_step == 1
 
     monkeypatch.setattr(optuna.pruners, "MedianPruner", OfTheSecond)
-    options = ["model.lr=choice(0.01, 0.02)", "hydra.sweeper.sampler=grid", f"strategy={strategy}"]
+    options = ["model.lr=choice(0.01, 0.02)", "hydra.sweeper.sampler=grid"]
+    options += f"strategy={strategy}".split()
     options += ["hydra.sweeper.pruner=median", "trainer.devices=2", "logger=none"]
     result = command(*SEARCH, *options, "trainer.max_epochs=6", "trainer.check_val_every_n_epoch=2")
     assert result.code == 0, result.err
