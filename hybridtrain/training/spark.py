@@ -12,6 +12,7 @@ followed by as many bytes of arrays as it says, which is never more than the par
 
 from __future__ import annotations
 
+import gc
 import ssl
 import uuid
 from collections import defaultdict
@@ -314,6 +315,8 @@ def attempt(errand: Errand, rows: Iterable[Any]) -> None:
     """
     from pyspark import TaskContext
 
+    if not gc.get_freeze_count():
+        gc.freeze()  # Spark collects garbage after each task, and torch has many objects: 150 ms
     task = TaskContext.get()
     assert task is not None, "Spark runs it in a task"
     partition = task.partitionId()
