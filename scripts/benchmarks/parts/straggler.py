@@ -148,13 +148,13 @@ class Watch(pl.Callback):
         path.write_text(json.dumps(notes))
 
 
-def measure(strategy: str, workers: int, work: Work) -> Measured:
-    """One run in processes of its own."""
+def measure(strategy: str, workers: int, work: Work, *options: str) -> Measured:
+    """One run in processes of its own; ``options``: as typed behind the strategy."""
     torch.manual_seed(0)
     n = work.samples(workers)
     data = TensorDataset(torch.randn(n, 64), torch.randint(10, (n,)))
     with tempfile.TemporaryDirectory() as folder:
-        row = compose_config([f"strategy={strategy}", f"run_dir={folder}"])
+        row = compose_config([f"strategy={strategy}", f"run_dir={folder}", *options])
         strategy_row = instantiate(row.strategy, _convert_="all")
         options = {"max_epochs": work.epochs, "default_root_dir": folder}
         fitting = trainer(strategy_row, workers, Watch(folder), **options)
