@@ -110,7 +110,11 @@ def check_equal(run: Run, record: Record) -> None:
 @pytest.mark.parametrize(
     "name",
     by_default(
-        sorted(EVERY.keys() - {"hybrid", "async"}), "backup", "k_async", "softsync", "switch"
+        sorted(EVERY.keys() - {"hybrid", "async", "sandblaster"}),
+        "backup",
+        "k_async",
+        "softsync",
+        "switch",
     ),
 )
 def test_every_policy_is_replayed_whose_order_is_known(tmp_path: Path, name: str) -> None:
