@@ -12,6 +12,7 @@ from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around
+from hybridtrain.lightning.participation.logged_metrics import warn_of_own_means
 from hybridtrain.lightning.preflight.strategy_checks import (
     advise,
     advise_on_interval,
@@ -85,13 +86,19 @@ class WorkerCallback(pl.Callback):
 
     # ---- epochs ---------------------------------------------------------------------------------
 
-    def _turn_epoch(self, *_: Any, **__: Any) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         self._beat(Doing.EPOCH)
 
-    on_train_epoch_start = on_validation_epoch_end = _turn_epoch
+    def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._beat(Doing.EPOCH)
+        if self._client.worker == 0 and self._client.n_workers > 1:
+            warn_of_own_means(trainer)
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.on_validation_epoch_end(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._beat(Doing.EPOCH)
+        self.on_validation_epoch_end(trainer)
         self._strategy.measure_device()
         self._client.check_stop()
         self._strategy.align(ends=True)

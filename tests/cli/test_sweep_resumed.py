@@ -84,15 +84,26 @@ def test_a_sweep_is_known_by_its_options_and_left_alone_while_it_runs(ended: Com
     assert again.code == 1 and "1 of 2 jobs have finished before" in again.out
 
 
-@pytest.mark.parametrize("damage", ["absent", "torn", "newer"])
+@pytest.mark.parametrize("damage", ["absent", "torn", "newer", "folder", "ended"])
 def test_a_directory_that_is_no_sweeps_is_one_line(command: Command, damage: str) -> None:
     Path("jobs").mkdir()
     said = {"torn": '{"overrides": [', "newer": json.dumps({"format": 9, "overrides": ["a=1"]})}
+    said["folder"] = json.dumps({"overrides": ["a=1"], "config_dirs": [1]})
+    said["ended"] = json.dumps({"overrides": ["a=1"], "finished": "no"})
     if damage in said:
         Path("jobs/sweep.json").write_text(said[damage])
     result = command("-m", "resume=jobs")
     assert result.code == 2
     assert "not the directory of a sweep that this version can go on with" in result.complaint
+
+
+def test_a_sweep_that_others_can_change_is_refused(command: Command) -> None:
+    Path("jobs").mkdir()
+    path = Path("jobs/sweep.json")
+    path.write_text(json.dumps({"overrides": ["+hydra.callbacks.x._target_=os.system"]}))
+    path.chmod(0o666)
+    assert f"chmod o-w {path}" in command("-m", "resume=jobs").complaint
+    assert "another user" not in command("-m", "resume=auto", "hydra.sweep.dir=jobs").out
 
 
 def test_a_job_that_would_be_configured_otherwise_is_named(ended: Command) -> None:

@@ -32,6 +32,7 @@ from hybridtrain.cli.resume import (
     typed_values,
 )
 from hybridtrain.cli.resume import expanded as expanded_run
+from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.report.runs import CONFIG_FILE, SUMMARY_FILE, read_mapping, read_yaml
 from hybridtrain.util.files import short, write_whole
@@ -63,12 +64,18 @@ def _key(override: str) -> str:
 
 
 def read(directory: Path) -> Sweep:
-    """Raises UserError if this is no directory of a sweep, or of a newer version's."""
+    """Raises UserError if this is no directory of a sweep, a newer version's, or of others."""
     content = read_mapping(directory / SWEEP_FILE, [])
+    if content:  # it names classes, and folders with configurations
+        check_owner(directory / SWEEP_FILE, f"resume={directory}")
     try:
         found = Sweep(**content)
-        readable = bool(content) and found.format <= FORMAT and bool(found.by_key())
-    except (TypeError, AttributeError):
+        texts = (found.overrides, found.hydra, found.config_dirs)
+        listed = all(isinstance(each, list) for each in texts)
+        plain = listed and all(isinstance(x, str) for each in texts for x in each)
+        readable = plain and type(found.format) is int and found.format <= FORMAT
+        readable = readable and type(found.finished) is bool and bool(found.by_key())
+    except TypeError:
         readable = False
     if not readable:
         raise UserError(

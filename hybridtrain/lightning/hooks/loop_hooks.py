@@ -295,6 +295,11 @@ def training_results(trainer: Any) -> dict[str, Any]:
     return trainer.fit_loop.epoch_loop._results
 
 
+def current_results(trainer: Any) -> dict[str, Any]:
+    """The logged entries of the loop that runs, by name."""
+    return trainer._results or {}
+
+
 def forget_batch(trainer: Any, and_its_size: bool = False) -> None:
     """Forget the current mini-batch, for logging."""
     results = trainer._results

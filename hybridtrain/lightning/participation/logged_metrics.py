@@ -8,6 +8,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.warnings import PossibleUserWarning
+from lightning_utilities.core.rank_zero import WarningCache
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.lightning.async_training.update_count import (
@@ -17,6 +19,7 @@ from hybridtrain.lightning.async_training.update_count import (
 )
 from hybridtrain.lightning.hooks.loop_hooks import (
     begin_anew,
+    current_results,
     described,
     entry_of,
     show_metrics,
@@ -25,6 +28,8 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.run_context import context_of, strategy_of
+
+_warned = WarningCache()
 
 # Of each metric: the options of ``self.log``, those of its reduction, whether it is a tensor.
 Entries = dict[str, tuple[dict[str, Any], dict[str, Any], bool]]
@@ -62,6 +67,22 @@ def metrics_of(trainer: Any, collects: bool = False) -> dict[str, dict[str, Any]
         _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics
     shown = shown_metrics(trainer)
     return tree_map_only(torch.Tensor, lambda value: value.detach().cpu(), shown)
+
+
+def warn_of_own_means(trainer: Any) -> None:
+    """Warn of epoch means that are this worker's alone, in Lightning's words.
+
+    Lightning does so only where ``torch.distributed`` is initialised.
+    """
+    for each in current_results(trainer).values():
+        own = not (each.meta.sync.should or each.meta.sync.rank_zero_only)
+        if own and each.is_tensor and each.meta.on_epoch:
+            _warned.warn(
+                f"It is recommended to use `self.log({each.meta.name!r}, ..., sync_dist=True)` "
+                "when logging on epoch level in distributed setting to accumulate the metric "
+                "across devices.",
+                category=PossibleUserWarning,
+            )
 
 
 @dataclass(frozen=True)

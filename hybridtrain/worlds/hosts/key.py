@@ -116,6 +116,7 @@ class Key:
         Raises:
             UserError: if it is damaged.
         """
+        content = content.replace(b"\r\n", b"\n")
         blocks = list(_BLOCK.finditer(content))
         whole = b"".join(block[0] for block in blocks) == content
         *certificates, last = [block[1] for block in blocks] or [b""]
@@ -130,10 +131,11 @@ class Key:
         try:
             key.check()
         except (ssl.SSLError, ValueError) as error:
-            said = getattr(error, "verify_message", "") or error
+            said = getattr(error, "verify_message", None)
+            reason = f"holds a certificate that cannot be used: {said}" if said else "is damaged"
             raise UserError(
-                f"{what} is damaged, or its certificates do not belong together ({said}): make a "
-                "new one for all hosts"
+                f"{what} {reason}; put certificates together anew (docs/hosts.md), or make a new "
+                "key for all hosts"
             ) from error
         return key
 
