@@ -68,6 +68,7 @@ class Holder:
 
 
 _held: list[Claim] = []
+_made: list[Path] = []  # directories, the deepest first
 
 
 def claim(directory: Path, asked: str, way_out: str) -> None:
@@ -117,11 +118,15 @@ def attempt(directory: Path, asked: str) -> Holder | None:
 
 
 def release_all() -> None:
-    """Release all claims of this process, and remove their lock files."""
+    """Release all claims of this process; remove their lock files, and what it has made in vain."""
     for each in _held:
         if each.pid == os.getpid():
             _release(each)
     _held.clear()
+    for directory in _made:
+        with suppress(OSError):  # it is not empty
+            directory.rmdir()
+    _made.clear()
 
 
 def release(directory: Path) -> None:
@@ -246,6 +251,7 @@ def claim_new(directory: Path, key: str) -> None:
     Raises:
         UserError: if it cannot be made or written, or another run uses it.
     """
+    _made.extend(x for x in (directory.absolute(), *directory.absolute().parents) if not x.exists())
     check_directory(directory)
     check_files(directory)
     asked = f"{key}={directory}"

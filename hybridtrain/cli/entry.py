@@ -25,6 +25,7 @@ from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
 from hybridtrain.util.arguments import hold_standard_streams
+from hybridtrain.util.files import short
 from hybridtrain.util.versions import check_versions
 
 
@@ -139,7 +140,8 @@ def _run(cfg: DictConfig, overrides: list[str]) -> CommandOutcome:
 
 def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
     print("\n" + job_launcher.table(job_launcher.ROWS), flush=True)
-    if all(row.outcome.metric is None for row in job_launcher.ROWS):
+    done = [row.outcome for row in job_launcher.ROWS if row.outcome.exit == 0]
+    if done and all(each.metric is None and each.error is None for each in done):
         print("no metric to compare: name one that the module logs with task.metric=…", flush=True)
     page = job_launcher.leave_page(job_launcher.ROWS, job_launcher.DIRECTORY[0])
     if page is not None:
@@ -147,6 +149,9 @@ def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
     print(
         "\n".join(job_launcher.LAST_WORDS), end="\n" if job_launcher.LAST_WORDS else "", flush=True
     )
+    if outcome.exit >= 128:
+        again = hydra_config.resuming(short(job_launcher.DIRECTORY[0]))
+        print(f"\nbroken off; to go on: python -m hybridtrain -m {again}", flush=True)
     failed = [row for row in job_launcher.ROWS if row.outcome.exit != 0]
     if outcome.exit == 0 and failed:
         return CommandOutcome(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -154,6 +155,12 @@ def quoted(key: str, value: object) -> str:
     """An override, its value quoted for Hydra."""
     escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{escaped}'"
+
+
+def resuming(directory: str) -> str:
+    """The option, as it is typed in a shell."""
+    plain = re.fullmatch(r"[\w./-]+", directory)
+    return f"resume={directory}" if plain else shlex.quote(quoted("resume", directory))
 
 
 # ---- configurations as plain values -------------------------------------------------------------

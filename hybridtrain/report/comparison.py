@@ -42,11 +42,13 @@ from hybridtrain.report.runs import (
     CONFIG_FILE,
     SUMMARY_FILE,
     Run,
+    brief,
     common_overrides,
     differences,
     find_runs,
     labels,
     read_run,
+    rounded,
 )
 from hybridtrain.report.search import search_of
 from hybridtrain.util.option_types import is_number
@@ -150,7 +152,10 @@ def looks_of(runs: Sequence[Run], names: Sequence[str]) -> list[Shown]:
         if (key := _grouping(runs)) is not None:
             values = [_value(run, key) for run in runs]
             number = {value: i for i, value in enumerate(dict.fromkeys(values))}
-            looks, groups = [style(number[v]) for v in values], [f"{key}={v}" for v in values]
+            looks, groups = (
+                [style(number[v]) for v in values],
+                [brief(f"{key}={v}") for v in values],
+            )
         else:
             groups = groups[: len(COLOURS)] + ["the others"] * (len(runs) - len(COLOURS))
     return [Shown(*x) for x in zip(runs, names, looks, groups, strict=True)]
@@ -261,13 +266,13 @@ def settings(shown: Sequence[Shown]) -> Iterator[Part]:
 
 
 def _told(value: Any) -> str:
-    """The value as typed on the command line."""
+    """The value as typed on the command line, with fewer digits."""
     match value:
         case None:
             return "null"
         case bool():
             return str(value).lower()
-    return str(value)
+    return rounded(str(value))
 
 
 # ---- figures ------------------------------------------------------------------------------------

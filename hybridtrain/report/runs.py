@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from re import split
+from re import fullmatch, split
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -260,11 +260,15 @@ def common_overrides(runs: Sequence[Run]) -> list[str]:
 def labels(runs: Sequence[Run]) -> list[str]:
     """A short unique name for each run, made of the overrides that not all runs share.
 
-    ``strategy=async trainer.devices=2`` becomes ``async devices=2``.
+    ``strategy=async trainer.devices=2`` becomes ``async devices=2``; in a sweep the number of the
+    job comes first.
     """
     common = set(common_overrides(runs))
-    named = [" ".join(_brief(x) for x in run.overrides if x not in common) for run in runs]
-    named = [name or run.folder.name for name, run in zip(named, runs, strict=True)]
+    named = [" ".join(_briefer(x) for x in run.overrides if x not in common) for run in runs]
+    folders = [run.folder.name for run in runs]
+    if all(x.isdecimal() for x in folders) and len({*folders}) == len(folders):
+        return [f"{x}: {name}" if name else x for x, name in zip(folders, named, strict=True)]
+    named = [name or x for x, name in zip(folders, named, strict=True)]
     twice = {name for name in named if named.count(name) > 1}
     return [
         f"{name} ({run.folder.name})" if name in twice else name
@@ -272,10 +276,22 @@ def labels(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _brief(override: str) -> str:
-    key, separator, value = override.partition("=")
+def brief(override: str) -> str:
+    """An override for tables: without ``++``, and with at most four significant digits."""
+    key, separator, value = override.lstrip("+").partition("=")
+    return f"{key}{separator}{rounded(value)}"
+
+
+def rounded(value: str) -> str:
+    """A number with many digits is cut to four significant ones; any other text is unchanged."""
+    long = len(value) > 6 and fullmatch(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", value)
+    return f"{float(value):.4g}" if long and not value.isdecimal() else value
+
+
+def _briefer(override: str) -> str:
+    key, separator, value = brief(override).partition("=")
     if not separator:
-        return override
+        return key
     return value if "." not in key else f"{key.rpartition('.')[2]}={value}"
 
 

@@ -44,6 +44,6 @@ def _section(found: Mapping[str, Any]) -> Iterator[Part]:
         drawn.append(figure(chart, f"{metric} of each job, and the best so far"))
     if importance := found["importance"]:
         shares = [100 * x for x in importance.values()]
-        chart = length_chart(list(importance), shares, "% of the variation")
+        chart = length_chart([x.lstrip("+") for x in importance], shares, "% of the variation")
         drawn.append(figure(chart, "How much each key matters (PED-ANOVA)"))
     yield figures(drawn)

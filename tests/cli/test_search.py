@@ -7,6 +7,8 @@ import math
 import os
 import signal
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -15,8 +17,9 @@ import pytest
 
 from hybridtrain.cli.sweep import reports
 from hybridtrain.cli.sweep.reports import Mailbox, Reporter
-from hybridtrain.cli.sweep.search import Search, space_of
+from hybridtrain.cli.sweep.search import LiveTable, Search, space_of
 from hybridtrain.errors import UserError
+from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary
 from tests.cli.test_interrupt import _none_left
 from tests.cli.tiny import TINY
@@ -157,10 +160,29 @@ def test_a_job_is_pruned_under_every_strategy(
     assert result.code == 0, result.err
     found = json.loads(Path("jobs/search.json").read_text())
     assert [x["state"] for x in found["trials"]] == ["complete", "pruned"]
-    assert "pruned at step 1" in result.out
+    assert "pruned at report 2" in result.out
     updates = [summary(f"jobs/{i}")["updates"] for i in range(2)]
     assert 0 < updates[1] < updates[0]
     assert summary("jobs/1")["exit"] == 0 and "test/n" not in summary("jobs/1")["metrics"]
+
+
+def test_the_values_come_without_a_pruner_too(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["model.lr=0.012345678,0.02", "hydra.sweeper.sampler=grid", "logger=none"]
+    result = command(*SEARCH, *options, "trainer.max_epochs=3")
+    assert result.code == 0, result.err
+    trials = optuna.load_study(study_name="search", storage="sqlite:///jobs/study.db").trials
+    assert [len(x.intermediate_values) for x in trials] == [2, 2], (
+        "the first validation precedes train/loss"
+    )
+    monkeypatch.setenv("COLUMNS", "200")
+    with redirect_stdout(StringIO()) as out:
+        LiveTable().draw(trials, "train/loss", trials[0])
+    shown = [x.split() for x in out.getvalue().splitlines()]
+    assert shown[0] == ["job", "state", "train/loss", "reported", "reports", "values"]
+    assert shown[1][2:] == [charts.number(trials[0].value), shown[1][3], "2", "model.lr=0.01235"]
+    assert "model.lr=0.01235 " in result.out
 
 
 # ---- whole searches ------------------------------------------------------------------------------
@@ -236,6 +258,7 @@ def test_two_trials_at_once_and_an_interrupt_ends_both(zygote: Zygote, command: 
         ([LR, "hydra.sweeper.sampler=tee"], "hydra.sweeper.sampler"),
         ([LR, "hydra.sweeper.storage=nothing://x"], "hydra.sweeper.storage=nothing://x: the study"),
         (["model.lr=0.1"], "no key has several values"),
+        (["model.lr=range(1, 20000)", "hydra.sweeper.sampler=grid"], "20000 combinations"),
         (["hydra.sweeper.params={optimizer.lrr: 'interval(0,1)'}"], "no key 'lrr' in optimizer"),
     ],
 )
@@ -244,7 +267,7 @@ def test_what_cannot_be_searched_is_one_line_before_any_job(
 ) -> None:
     result = command(*SEARCH, *options)
     assert result.code == 2 and fragment in result.complaint
-    assert not Path("jobs/0").exists()
+    assert not Path("jobs").exists()
 
 
 def test_a_metric_that_no_job_returns_ends_the_search_after_the_first(command: Command) -> None:

@@ -15,6 +15,7 @@ from hybridtrain.cli.sweep import side_by_side
 from hybridtrain.cli.sweep.job_process import ENVIRONMENT
 from hybridtrain.cli.sweep.side_by_side import LEAST_BYTES, Job, Room, memory_of
 from hybridtrain.memory import limits
+from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary
 from tests.cli.test_interrupt import ENDLESS, _none_left
 from tests.cli.tiny import TINY
@@ -127,8 +128,8 @@ def test_two_jobs_at_once_write_each_to_its_own_file_and_into_one_table(
     for number in range(3):
         found = summary(f"jobs/{number}")
         assert "Finished after" in Path(f"jobs/{number}/output.txt").read_text()
-        loss = f"{found['metrics']['train/loss']:.6g}"
-        row = f"{number}    ++model.lr=0.0{number + 1}  {loss}"
+        loss = f"{charts.number(found['metrics']['train/loss'])}"
+        row = f"{number}    model.lr=0.0{number + 1}  {loss}"
         assert row in result.out
         spans.append(Path(f"jobs/{number}/.hydra/config.yaml").stat().st_mtime)
     assert spans[1] < Path("jobs/0/summary.json").stat().st_mtime  # it began before the first ended
@@ -153,6 +154,8 @@ def test_an_end_of_the_sweep_ends_all_its_jobs(zygote: Zygote, ending: str) -> N
         assert [summary(f"jobs/{i}")["exit"] for i in (0, 1)] == [128 + signum] * 2
         endings = json.loads(Path("jobs/jobs.json").read_text())
         assert [x["exit"] for x in endings.values()] == [128 + signum] * 2
+        assert "to go on: python -m hybridtrain -m resume=jobs\n" in run.said()
+        assert "no metric to compare" not in run.said()
 
 
 @pytest.mark.slow

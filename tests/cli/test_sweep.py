@@ -14,6 +14,7 @@ import pytest
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher
 from hybridtrain.cli.sweep.job_launcher import JobRow, _endings
+from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TINY, N
 from tests.picking import by_default
@@ -55,7 +56,10 @@ def test_the_table_at_the_end_names_overrides_and_metric(command: Command) -> No
     for number, line in enumerate(table[1:]):
         loss = summary(f"jobs/{number}")["metrics"]["train/loss"]
         assert line.split() == [
-            *(str(number), f"trainer.max_epochs={number + 1}", f"{loss:.6g}", f"jobs/{number}"),
+            str(number),
+            f"trainer.max_epochs={number + 1}",
+            charts.number(loss),
+            f"jobs/{number}",
         ]
 
 
@@ -112,7 +116,9 @@ def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
     assert [x["waiting_percent"] != "" for x in rows[::2]] == [s != "ddp" for s in strategies]
     with Path("jobs/curves.csv").open(encoding="utf-8-sig", newline="") as file:
         last = {x["run"]: x for x in csv.DictReader(file)}
-    assert [int(last[f"{s} fail_at=null"]["samples"]) for s in strategies] == [2 * N] * n
+    assert [
+        int(last[f"{2 * i}: {s} fail_at=null"]["samples"]) for i, s in enumerate(strategies)
+    ] == [2 * N] * n
 
 
 def test_the_endings_of_jobs_are_json_whatever_their_errors_say() -> None:

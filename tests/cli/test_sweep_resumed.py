@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.report.charts import number
 from tests.cli.conftest import Command, in_use, summary
 from tests.cli.test_full_disk import UNSHARE
 from tests.cli.test_interrupt import _none_left
@@ -49,9 +50,9 @@ def test_finished_jobs_are_kept_the_broken_one_goes_on_and_the_rest_runs(
     assert Path("jobs/0/summary.json").stat().st_mtime_ns == first
     assert [summary(f"jobs/{i}")["exit"] for i in range(3)] == [0, 0, 0]
     assert summary("jobs/1")["resumed"].endswith(".ckpt") and summary("jobs/2")["resumed"] is None
-    rows = [x.split() for x in result.out.splitlines() if " ++model.width=" in x][-3:]
-    metrics = [f"{summary(f'jobs/{i}')['metrics']['train/loss']:.6g}" for i in range(3)]
-    assert rows == [[str(i), f"++model.width={i + 1}", metrics[i], f"jobs/{i}"] for i in range(3)]
+    rows = [x.split() for x in result.out.splitlines() if "  model.width=" in x][-3:]
+    metrics = [number(summary(f"jobs/{i}")["metrics"]["train/loss"]) for i in range(3)]
+    assert rows == [[str(i), f"model.width={i + 1}", metrics[i], f"jobs/{i}"] for i in range(3)]
     alone = [x for x in JOBS if not x.startswith(("hydra", "model.width"))]
     assert command(*alone, "model.width=2", "hydra.run.dir=alone").code == 0
     assert same(last("jobs/1")["state_dict"], last("alone")["state_dict"])

@@ -14,7 +14,7 @@ import pytest
 
 from hybridtrain import compare
 from hybridtrain.report.history import History
-from hybridtrain.report.runs import find_runs, labels, read_run
+from hybridtrain.report.runs import brief, find_runs, labels, read_run
 
 pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
 
@@ -78,7 +78,7 @@ def test_curves_are_drawn_against_time_samples_and_updates(tmp_path: Path) -> No
             assert f"{what} against {across}" in seen.texts
     assert "digits: 2 runs compared" in seen.texts
     assert "begun 2026-11-21 17:00" in text and "task=digits" in seen.texts
-    assert {"hybrid", "async"} <= set(seen.texts), "links and legends name what differs"
+    assert {"0: hybrid", "1: async"} <= set(seen.texts), "links and legends name what differs"
 
 
 def test_bytes_are_shown_and_what_was_saved_where_something_was(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_failed_killed_and_half_written_runs_are_shown_as_such(tmp_path: Path) -
     assert seen.texts.count("failed") == 2 and "RuntimeError: boom" in seen.texts
     assert seen.texts.count("unfinished") == 6, "c, d and 4, in two tables"
     assert seen.texts.count("it runs still, or was killed") == 3
-    assert "d: could not be read: summary.json, history.csv (1 rows)." in seen.texts
+    assert "3: d: could not be read: summary.json, history.csv (1 rows)." in seen.texts
     assert "4: could not be read: .hydra/config.yaml." in seen.texts
 
 
@@ -203,7 +203,11 @@ def test_without_matplotlib_there_are_tables_and_a_word_about_the_curves(
 def test_labels_say_what_differs_and_are_never_alike(tmp_path: Path) -> None:
     told = [("a.b=1", "c=x"), ("a.b=2", "c=x"), ("a.b=2", "c=x"), ()]
     runs = [read_run(leave(tmp_path / str(i), *each)) for i, each in enumerate(told)]
-    assert labels(runs) == ["b=1 x", "b=2 x (1)", "b=2 x (2)", "3"]
+    assert labels(runs) == ["0: b=1 x", "1: b=2 x", "2: b=2 x", "3"]
+    runs = [read_run(leave(tmp_path / f"r{i}", *each)) for i, each in enumerate(told)]
+    assert labels(runs) == ["b=1 x", "b=2 x (r1)", "b=2 x (r2)", "r3"]
+    assert brief("++model.lr=0.0123456789") == "model.lr=0.01235"
+    assert brief("seed=123456789") == "seed=123456789"
 
 
 def test_runs_are_found_at_any_depth_once_and_2_before_10(tmp_path: Path) -> None:
@@ -268,4 +272,4 @@ def test_the_few_that_are_older_than_almost_all_share_a_bin(tmp_path: Path) -> N
     text, seen = page_of(tmp_path)
     assert "staleness in updates (2: and more)" in seen.texts
     drawn = text[text.index("Staleness of what was applied") :]
-    assert re.findall(r"<span>(.*?)</span>", drawn) == ["a", "b"]
+    assert re.findall(r"<span>(.*?)</span>", drawn) == ["0: a", "1: b"]

@@ -38,9 +38,10 @@ from hybridtrain.cli.validation.host_checks import check_directory, check_machin
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration
 from hybridtrain.monitoring.watchdog import to_stderr
+from hybridtrain.report.charts import number
 from hybridtrain.report.comparison import PAGE, compare
 from hybridtrain.report.page import write
-from hybridtrain.report.runs import JOBS_FILE, as_json
+from hybridtrain.report.runs import JOBS_FILE, as_json, brief
 from hybridtrain.util.files import short
 from hybridtrain.util.option_types import Positive, typed
 
@@ -237,7 +238,7 @@ def table(rows: Sequence[JobRow]) -> str:
     common = common if len(rows) > 1 else set()
     cells = [["job", "overrides", "metric", "where"]]
     for row in rows:
-        own = " ".join(x for x in row.overrides if x not in common)
+        own = " ".join(brief(x) for x in row.overrides if x not in common)
         cells.append([str(row.number), own, _verdict(row.outcome), row.outcome.directory or "-"])
     widths = [max(len(line[i]) for line in cells) for i in range(3)]
     return "\n".join(
@@ -252,7 +253,7 @@ def _verdict(done: CommandOutcome) -> str:
         return done.error or "interrupted"
     if done.exit != 0:
         return f"failed ({done.exit}): {(done.error or 'no reason given')[:80]}"
-    metric = [] if done.metric is None else [f"{done.metric:.6g}"]
+    metric = [] if done.metric is None else [number(done.metric)]
     return " ".join([*metric, *([done.error] if done.error else [])]) or "-"
 
 

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +34,8 @@ from hybridtrain.cli.sweep.job_launcher import ProcessLauncher, check_job
 from hybridtrain.cli.sweep.side_by_side import Job
 from hybridtrain.cli.validation.host_checks import check_directory
 from hybridtrain.errors import Lost, UserError
-from hybridtrain.report.runs import as_json
+from hybridtrain.report import charts
+from hybridtrain.report.runs import as_json, brief
 from hybridtrain.report.search import SEARCH_FILE
 from hybridtrain.util.files import short, write_whole
 from hybridtrain.util.option_types import Natural, Positive, typed
@@ -107,14 +108,16 @@ class OptunaSweeper(Sweeper):
         space, fixed = space_of(given)
         explain.check_groups(given)
         first = self._checked(space, fixed, given)
+        if self.sampler == "grid":
+            combinations(space)
         check_directory(directory)
-        resumed.sign(directory, self.sweep_config)
         task = first.config.task
         direction = self.direction or ("maximize" if task.mode == "max" else "minimize")
         try:
             study = self._study(directory, direction)
             search = Search(study, space, self.sampler, _seed_of(study, self.seed), directory)
             search.prepare(self.n_trials)
+            resumed.sign(directory, self.sweep_config)
             SearchRun(self.launcher, search, fixed, str(task.metric)).run()
         except (optuna.exceptions.StorageInternalError, OSError) as error:
             raise Lost(
@@ -244,6 +247,14 @@ def _grid_of(key: str, each: Any) -> Sequence[Any]:
     return [each.low + i * step for i in range(int((each.high - each.low) / step + 1e-9) + 1)]
 
 
+def combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
+    """All points of a grid. Raises UserError if they are too many, or infinitely many."""
+    values = [_grid_of(key, each) for key, each in space.items()]
+    if (n := math.prod(map(len, values))) > MOST_IN_GRID:
+        raise UserError(f"hydra.sweeper.sampler=grid: {n} combinations; {MOST_IN_GRID} at most")
+    return [dict(zip(space, each, strict=True)) for each in itertools.product(*values)]
+
+
 def _seed_of(study: optuna.Study, seed: int | None) -> int:
     if "seed" not in study.user_attrs:
         study.set_user_attr("seed", time.time_ns() % 2**32 if seed is None else seed)
@@ -296,18 +307,13 @@ class Search:
 
     def _enqueue_grid(self) -> int:
         """Every combination not yet tried waits; those that failed wait again."""
-        names = list(self.space)
-        values = [_grid_of(key, each) for key, each in self.space.items()]
-        n = math.prod(map(len, values))
-        if n > MOST_IN_GRID:
-            raise UserError(f"hydra.sweeper.sampler=grid: {n} combinations; {MOST_IN_GRID} at most")
+        grid = combinations(self.space)
         known = [x for x in self.study.get_trials() if x.state != self.states.FAIL]
         tried = [x.system_attrs.get("fixed_params", x.params) for x in known]
-        for combination in itertools.product(*values):
-            params = dict(zip(names, combination, strict=True))
+        for params in grid:
             if params not in tried:
                 self.study.enqueue_trial(params)
-        return n
+        return len(grid)
 
     def next(self) -> tuple[Trial, bool] | None:
         """The next trial, and whether it has begun before; None: there is none."""
@@ -342,19 +348,18 @@ class LiveTable:
 
     def draw(self, trials: Sequence[FrozenTrial], metric: str, best: FrozenTrial | None) -> None:
         """Replace the table by that of now."""
-        lines = [f"job   state     {metric:12}  step  values"]
+        head = metric.ljust(8)
+        lines = [f"job   state     {head}  reported  reports  values"]
         for trial in [x for x in trials if x.state.name != "WAITING"][-self.ROWS :]:
-            step = trial.last_step
-            value = trial.value
-            if value is None and step is not None:
-                value = trial.intermediate_values[step]
-            shown = "-" if value is None else f"{value:.6g}"
-            values = " ".join(f"{key}={each}" for key, each in trial.params.items())
-            at = "-" if step is None else step
-            state = trial.state.name.lower()
-            lines.append(f"{trial.number:<4}  {state:8}  {shown:12}  {at:<4}  {values}")
+            last, told = trial.last_step, trial.intermediate_values
+            end = "-" if trial.value is None else charts.number(trial.value)
+            now = "-" if last is None else charts.number(told[last])
+            n_reports = 0 if last is None else last + 1
+            values = " ".join(brief(f"{key}={each}") for key, each in trial.params.items())
+            row = f"{trial.number:<4}  {trial.state.name.lower():8}  {end:{len(head)}}"
+            lines.append(f"{row}  {now:8}  {n_reports:<7}  {values}")
         if best is not None:
-            lines.append(f"best: job {best.number}, {best.value:.6g}")
+            lines.append(f"best: job {best.number}, {charts.number(best.value or 0.0)}")
         width = shutil.get_terminal_size().columns
         back = f"\x1b[{self._n_lines}F\x1b[J" if self._n_lines else ""
         print(back + "\n".join(x[: width - 1] for x in lines), flush=True)
@@ -375,7 +380,7 @@ class SearchRun:
         self._study, self._states = search.study, search.states
         self._trials: dict[int, Trial] = {}
         self._mailboxes: dict[int, Mailbox] = {}
-        self._pruned: dict[int, int] = {}  # job -> step
+        self._pruned: dict[int, int] = {}  # job -> number of the report
         self._shown = LiveTable() if launcher.at_once != 1 and sys.stdout.isatty() else None
         self._measured = any(x.state == self._states.COMPLETE for x in search.before)
 
@@ -405,8 +410,6 @@ class SearchRun:
         return CommandOutcome(int(failed), trial.value, why or None, folder)
 
     def _jobs(self) -> Iterator[Job]:
-        from optuna.pruners import NopPruner
-
         from hybridtrain.cli.sweep.reports import Mailbox  # it imports Lightning
 
         while (found := self._search.next()) is not None:
@@ -422,11 +425,8 @@ class SearchRun:
             more = resumed.going_on(job.folder) if has_begun else []
             self._show()
             made = self._job(trial, more) if more else job
-            if isinstance(self._study.pruner, NopPruner):
-                yield made
-            else:
-                self._mailboxes[trial.number] = Mailbox()
-                yield replace(made, reports=self._mailboxes[trial.number].path)
+            self._mailboxes[trial.number] = Mailbox()
+            yield replace(made, reports=self._mailboxes[trial.number].path)
 
     def _listen(self, seconds: float) -> None:
         """Answer the jobs' reports, then wait."""
@@ -456,7 +456,7 @@ class SearchRun:
         if outcome.exit >= 128:  # it stays RUNNING, and goes on with the search
             return outcome
         if job.number in self._pruned and outcome.exit == 0:
-            outcome = replace(outcome, error=f"pruned at step {self._pruned[job.number]}")
+            outcome = replace(outcome, error=f"pruned at report {self._pruned[job.number] + 1}")
         elif outcome.exit == 0 and outcome.metric is not None and not math.isfinite(outcome.metric):
             outcome = replace(outcome, exit=1, error=f"{self._metric} is {outcome.metric}")
         self._tell(self._trials.pop(job.number), outcome)
@@ -494,7 +494,8 @@ class SearchRun:
             values = [f"{key}={value}" for key, value in best.params.items()]
             options = [*job_process.FLAGS, *(x for x in self._fixed if not _is_resume(x)), *values]
             command = shlex.join(["python", "-m", "hybridtrain", *options])
-            said = f"the best is job {best.number}, {self._metric} {best.value:.6g}:\n  {command}"
+            value = charts.number(best.value or 0.0)
+            said = f"the best is job {best.number}, {self._metric} {value}:\n  {command}"
             job_launcher.LAST_WORDS[:] = [said]
         content = {
             "metric": self._metric,
