@@ -299,14 +299,15 @@ class Absence:
         if self._session is None or trainer.sanity_checking or client.n_workers == 1:
             return
         self.stopping.meet()
-        if all(client.gather("who has had a mini-batch", self._has_had_some)):
+        logged, has_had_some = entries(trainer), self._has_had_some
+        if self._requirements.backs_up:  # others may have been sooner with all that it had
+            has_had_some = has_had_some and bool(logged)
+        if all(client.gather("who has had a mini-batch", has_had_some)):
             return
-        mine = (
-            (entries(trainer), StepOutcome.of(trainer, callbacks)) if self._has_had_some else None
-        )
+        mine = (logged, StepOutcome.of(trainer, callbacks)) if has_had_some else None
         known: list[tuple[Entries, StepOutcome] | None] = client.gather("what is logged", mine)
         found = next((each for each in known if each is not None), None)
-        if not self._has_had_some and found is not None:
+        if not has_had_some and found is not None:
             take_entries(trainer, found[0])
             found[1].give(trainer, callbacks)
 

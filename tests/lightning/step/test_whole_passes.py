@@ -175,6 +175,24 @@ def test_a_portion_of_a_worker_that_stalls_is_processed_by_others_and_counts_onc
     assert int(counted.counts.sum()) > 4 * N, "some were processed twice"
 
 
+class Means(Regression):
+    """Another worker is sooner with all that worker 0 has drawn."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.3 * (self.global_rank == 0 and self.current_epoch > 0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def test_a_worker_whose_portions_all_others_have_processed_reduces_means_with_them() -> None:
+    _, trainer = trained(2, 5, 4, module=Means().double())
+    assert trainer.strategy.run_stats()["samples"] == 4 * N
+    assert float(trainer.callback_metrics["mean"]) > 0.0
+
+
 def test_without_backups_every_portion_is_processed_once() -> None:
     counted = Recorder(data())
     policy = {"name": "sandblaster", "backups": False}
