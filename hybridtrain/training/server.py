@@ -29,7 +29,7 @@ from hybridtrain.server import server as inner
 from hybridtrain.training import scheme
 from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
-from hybridtrain.training.saved_run import SavedRun
+from hybridtrain.training.saved_run import SavedRun, made_by
 from hybridtrain.training.scheme import Scheme, Workers
 from hybridtrain.training.worker import Epochs, HowToGoThrough, Job, MakeOptimizer, Worker, work
 from hybridtrain.updates.groups import needs_closure
@@ -103,9 +103,11 @@ class Server(Scheme):
             )
         exchange = exchange_of(make_policy(given["policy"]), given["exchange"])  # type: ignore[typeddict-item]
         if evaluates(exchange):
+            parts = {"policy": policy, "exchange": options.get("exchange")}
+            named = [f"{part}={shown(one)}" for part, one in parts.items() if one is not None]
             raise UserError(
-                f"exchange={exchange} was given, whose updates say where the loss is to be "
-                "evaluated, but a body goes on from the masters; train a LightningModule with "
+                f"{', '.join(named) or strategy} was given, whose updates say where the loss is to "
+                "be evaluated, but a body goes on from the masters; train a LightningModule with "
                 "strategy=sandblaster, or use strategy=hybrid"
             )
         steps, update = _who_steps(exchange, optimizer, given["update"])
@@ -133,7 +135,7 @@ class Server(Scheme):
         return self._stats if self._serving is None else self._serving.statistics.stats()
 
     def save(self, path: str | Path) -> None:
-        """Write parameters, the optimizer's state and the number of updates to a file.
+        """Write parameters, the optimizer's state and the numbers of updates and epochs to a file.
 
         ``torch.load(path, weights_only=True)`` reads it. During a run a body does so, by
         :meth:`hybridtrain.Worker.save`.
@@ -143,15 +145,16 @@ class Server(Scheme):
         """
         if self._serving is not None:
             raise UserError("server.save was called during a run; call worker.save in the body")
-        replace(self._past, parameters=self._model.values).write(path)
+        past = replace(self._past, parameters=self._model.values, made_by=self._made_by())
+        past.write(path)
 
     def load(self, path: str | Path) -> None:
         """Take over what :meth:`save` has written: the next run goes on from there.
 
         Raises:
-            UserError: if it cannot be read, or is of another model.
+            UserError: if it cannot be read, or is of another model, optimizer, exchange or update.
         """
-        self._past = SavedRun.read(path, self._model.values)
+        self._past = SavedRun.read(path, self._model.values, self._made_by())
         self._model.take(self._past.parameters)
 
     # ---- runs -----------------------------------------------------------------------------------
@@ -188,17 +191,19 @@ class Server(Scheme):
         )
         in_update = scheme.usable_cores() if self.requirements.whole_rounds else 1
         server = self._serving = scheme.serving(self, True, threads, in_update)
-        way, judge = Workers(start, threads), Judge(self.on_failure)
+        way, judge, ended = Workers(start, threads), Judge(self.on_failure), False
         report = _Progress(server.statistics.stats, on_progress)
         world = scheme.world_of(self, server, judge, way, (), scheme.may_meet(self), report=report)
         try:
-            return world.run(partial(work, job))
+            results = world.run(partial(work, job))
+            ended = True
+            return results
         except Interrupted as interruption:
             if interruption.signum != signal.SIGINT:
                 sys.exit(128 + interruption.signum)
             raise KeyboardInterrupt from None
         finally:
-            self._conclude(server)
+            self._conclude(server, job, ended)
 
     def replay(
         self,
@@ -226,7 +231,7 @@ class Server(Scheme):
         stamp, threads = Stamp(), int(known.header["server_threads"])
         server = scheme.make_server(self, threads, partial(inner.Server, clock=stamp))
         replayer = Replayer(known, server, stamp, partial(check_same_data, known, anyway))
-        return self._in_process(server, lambda: replayer.run(self._bodies(job))[0])
+        return self._in_process(server, job, lambda: replayer.run(self._bodies(job))[0])
 
     def simulate(
         self,
@@ -252,7 +257,7 @@ class Server(Scheme):
         server = scheme.make_server(self, 1, partial(inner.Server, clock=stamp))
         streams = [times.stream(worker, times_seed) for worker in range(workers)]
         rehearsal = Rehearsal(server, stamp, 1, streams)
-        return self._in_process(server, lambda: rehearsal.run(self._bodies(job)))
+        return self._in_process(server, job, lambda: rehearsal.run(self._bodies(job)))
 
     def run_beside(self, body: Body, workers: int, beside: Callable[[], object]) -> None:
         """Run ``body(worker)`` on threads of this process, for gradients that come from elsewhere.
@@ -265,7 +270,7 @@ class Server(Scheme):
         job = self._job(body, workers, None, {})
         server = scheme.make_server(self, scheme.usable_cores(), inner.Server)
         world = Threads(server, workers)
-        self._in_process(server, lambda: world.run(self._bodies(job), beside))
+        self._in_process(server, job, lambda: world.run(self._bodies(job), beside))
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -298,14 +303,20 @@ class Server(Scheme):
         given = [deepcopy(job.model) for _ in range(self._n_workers)]
         return [partial(work, replace(job, model=each, recorded=True)) for each in given]
 
-    def _in_process(self, server: inner.Server, run: Callable[[], T]) -> T:
-        self._serving = server
+    def _in_process(self, server: inner.Server, job: Job, run: Callable[[], T]) -> T:
+        self._serving, ended = server, False
         try:
             with one_thread():
-                return run()
+                result = run()
+            ended = True
+            return result
         finally:
             server.close()
-            self._conclude(server)
+            self._conclude(server, job, ended)
+
+    def _made_by(self) -> dict[str, str]:
+        parameters = [each for _, each in self._model.named if each.requires_grad]
+        return made_by(self._make(parameters), self.update, self.exchange)
 
     def _masters(self, server: inner.Server) -> dict[str, torch.Tensor]:
         """By name; none before parameters have been shared."""
@@ -313,8 +324,11 @@ class Server(Scheme):
         slots = () if store is None else store.layout.slots
         return {} if store is None else {slot.name: store.master(slot) for slot in slots}
 
-    def _conclude(self, server: inner.Server) -> None:
-        """Keep the result of a run, however it has ended."""
+    def _conclude(self, server: inner.Server, job: Job, ended: bool) -> None:
+        """Keep the result of a run, however it has come to an end.
+
+        One that has not ``ended``, but was broken off, has done the epochs that its samples make.
+        """
         self._serving, self._stats = None, server.statistics.stats()
         if not (masters := self._masters(server)):
             return
@@ -323,7 +337,11 @@ class Server(Scheme):
         if server.failure is None and server.optimizers.updates:
             saved, names = server.optimizers.updates[0].state(), list(masters)
             states = {names[number]: state for number, state in saved.parameters.items()}
-        self._past = SavedRun(server.version, {}, states)
+        n_epochs, plan = self._past.epochs, job.epochs
+        if plan is not None:
+            made = int(server.statistics.samples) // plan.data.length
+            n_epochs += plan.epochs if ended else min(made, plan.epochs)
+        self._past = SavedRun(server.version, {}, states, n_epochs)
 
 
 class _Progress(SlowReport):

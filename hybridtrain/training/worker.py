@@ -23,7 +23,7 @@ from hybridtrain.training.samplers import (
     Seeded,
     ShareSampler,
 )
-from hybridtrain.training.saved_run import SavedRun
+from hybridtrain.training.saved_run import SavedRun, made_by
 from hybridtrain.training.session import Trained, WorkerSession
 from hybridtrain.training.step.guard import OnFault
 from hybridtrain.training.step.shared_buffers import shared
@@ -131,7 +131,7 @@ class Worker:
         self._session = _Session(client, trained, job)
         self._session.begin(job.past.updates)
         self._visible = self._model.visible
-        self.epoch = 0
+        self.epoch = self._n_epochs = job.past.epochs  # the latter: done, also in former runs
         self._copy: Model | None = None
         self._n_batches = 0  # of this epoch
         self._rows = 0.0  # since the last push
@@ -205,7 +205,8 @@ class Worker:
         replica.refresh(keep=own)
         names = [name for name, _ in self._session.named]
         states = {names[number]: state for number, state in saved.parameters.items()}
-        SavedRun(version, self._model.values, states).write(path)
+        kinds = made_by(self.optimizer, self._job.update, self._job.exchange)
+        SavedRun(version, self._model.values, states, self._n_epochs, kinds).write(path)
         self._session.put_back()
 
     def stats(self) -> dict[str, Any]:
@@ -221,6 +222,8 @@ class Worker:
     def batches(self) -> Iterator[Any]:
         """This worker's mini-batches of all epochs: each sample goes to one worker, once an epoch.
 
+        Epochs are counted on from those of former runs.
+
         Raises:
             UserError: if the run has no data.
         """
@@ -229,13 +232,15 @@ class Worker:
             raise UserError("the body asks for mini-batches; give run(data=...) some")
         self._has_begun = True
         sampler_remembers = self._job.survives and self._wants.whole_rounds
-        for self.epoch in range(epochs.epochs):
+        first = self._job.past.epochs
+        for self.epoch in range(first, first + epochs.epochs):
             sampler.set_epoch(self.epoch)
             self._n_batches = 0
             yield from self._pass(epochs.data, sampler)
             while self._goes_on(sampler, sampler_remembers):
                 yield from self._pass(epochs.data, sampler)
             self._end_epoch(sampler)
+            self._n_epochs = self.epoch + 1
 
     def _pass(self, data: Data, sampler: EpochSampler) -> Iterator[Any]:
         """This worker's part of an epoch, or of what lost workers have left of it."""

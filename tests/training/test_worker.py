@@ -328,6 +328,67 @@ def test_files_that_are_no_saved_run_of_the_model_are_refused(tmp_path: Path) ->
         server.save(tmp_path / "garbage.pt" / "run.pt")
 
 
+@pytest.mark.parametrize(("strategy", "workers"), [("async", 1), ("hybrid", 2)])
+def test_runs_go_on_with_the_epochs_that_are_done(
+    strategy: str, workers: int, tmp_path: Path
+) -> None:
+    plan = {"workers": workers, "data": len(X), "batch_size": 8}
+    whole = Server(weights(), strategy, optimizer=SGD)
+    at_once = whole.run(descend, epochs=4, **plan)
+    parts = Server(weights(), strategy, optimizer=SGD)
+    first = parts.run(descend, epochs=2, **plan)
+    parts.save(tmp_path / "run.pt")
+    loaded = Server(weights(), strategy, optimizer=SGD)
+    loaded.load(tmp_path / "run.pt")
+    for server in (parts, loaded):
+        second = server.run(descend, epochs=2, **plan)
+        assert [a + b for a, b in zip(first, second, strict=True)] == at_once
+        assert all((server.model[name] == whole.model[name]).all() for name in "wb")
+
+
+def test_a_body_saves_the_epochs_that_are_done(tmp_path: Path) -> None:
+    def body(worker: Worker) -> None:
+        for _ in worker.batches():
+            worker.push(None)
+            worker.save(tmp_path / f"{worker.epoch}.pt")
+
+    Server(weights(), optimizer=SGD).simulate(body, data=8, batch_size=4, epochs=2)
+    assert [torch.load(tmp_path / f"{n}.pt")["epochs"] for n in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "update"),
+    [
+        ("hybrid", "sgd", None),
+        ("async", "adamw", None),
+        ("hybrid", "adagrad", None),
+        ("diloco", "adam", None),
+        ("local_sgd", "adam", None),
+        ("hybrid", "adam", "mean"),
+    ],
+)
+def test_a_saved_run_of_another_optimizer_is_refused(
+    strategy: str, optimizer: str, update: str | None, tmp_path: Path
+) -> None:
+    adam = {"name": "adam", "lr": 0.1}
+    Server(weights(), optimizer=adam).save(tmp_path / "run.pt")
+    others = {} if update is None else {"update": update}
+    other = Server(weights(), strategy, optimizer={"name": optimizer, "lr": 0.1}, **others)
+    with pytest.raises(UserError, match=r"run.pt was saved with .*, and this server has .*; make"):
+        other.load(tmp_path / "run.pt")
+    Server(weights(), "async", optimizer={"name": "adam", "lr": 0.3}).load(tmp_path / "run.pt")
+
+
+def test_a_saved_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    server, path = Server({"w": np.zeros(1000)}, optimizer=SGD), tmp_path / "run.pt"
+    server.save(path)
+    content = path.read_bytes()
+    for n in (0, 1, 20, 200, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:n])
+        with pytest.raises(UserError, match=r"run.pt is damaged, or no file of server.save"):
+            server.load(path)
+
+
 # ---- failures, records, virtual time ------------------------------------------------------------
 
 
@@ -426,6 +487,7 @@ def test_data_keep_their_form() -> None:
         (lambda: Server(X, optimizer={"name": "sgd", "lr": -1.0}), "Invalid learning rate"),
         (lambda: Server(X), "no optimizer was given"),
         (lambda: Server(X, "local_sgd", update="mean"), "no optimizer was given"),
+        (lambda: Server(X, "sandblaster"), "^sandblaster was given, "),
         (lambda: Server(X, optimizer=SGD, devices=2), "devices was given"),
         (lambda: Server(X, optimizer=SGD, keep_order=True), "keep_order was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, workers=0), "workers=0 was given"),
