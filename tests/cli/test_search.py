@@ -17,7 +17,7 @@ import pytest
 
 from hybridtrain.cli.sweep import reports
 from hybridtrain.cli.sweep.reports import Mailbox, Reporter
-from hybridtrain.cli.sweep.search import LiveTable, Search, space_of
+from hybridtrain.cli.sweep.search import LiveTable, Search, combinations, space_of
 from hybridtrain.errors import UserError
 from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary
@@ -61,6 +61,11 @@ def test_the_syntax_of_a_space_is_that_of_hydras_own_optuna_sweeper() -> None:
         space_of(["e=3"])
     with pytest.raises(UserError, match=r"a=tag\(log, interval\(0, 1\)\): "):
         space_of(["a=tag(log, interval(0, 1))"])
+    with pytest.raises(UserError, match=r"a=interval\(0, inf\): an interval has finite ends"):
+        space_of(["a=interval(0, inf)"])
+    huge, _ = space_of(["a=range(1, 1000000000000)"])
+    with pytest.raises(UserError, match="a has 1000000000000 values"):
+        combinations(huge)
 
 
 def asked(sampler: Any, n: int, broken_at: int | None, home: Path) -> list[dict[str, Any]]:

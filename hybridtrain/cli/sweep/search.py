@@ -219,6 +219,8 @@ def _distribution(override: Override) -> BaseDistribution:
     value: Any = override.value()
     if override.is_interval_sweep():
         log, ends = "log" in value.tags, (value.start, value.end)
+        if not all(map(math.isfinite, (*ends, value.end - value.start))):
+            raise UserError("an interval has finite ends")
         whole = all(isinstance(x, int) for x in ends)
         kind: Any = of.IntDistribution if whole else of.FloatDistribution
         return kind(*ends, log=log)
@@ -244,7 +246,10 @@ def _grid_of(key: str, each: Any) -> Sequence[Any]:
             f"hydra.sweeper.sampler=grid: {key} is an interval of real numbers; give values, or "
             "range(low, high, step)"
         )
-    return [each.low + i * step for i in range(int((each.high - each.low) / step + 1e-9) + 1)]
+    n = int((each.high - each.low) / step + 1e-9) + 1
+    if n > MOST_IN_GRID:
+        raise UserError(f"hydra.sweeper.sampler=grid: {key} has {n} values; {MOST_IN_GRID} at most")
+    return [each.low + i * step for i in range(n)]
 
 
 def combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
