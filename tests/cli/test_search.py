@@ -64,7 +64,7 @@ def test_the_syntax_of_a_space_is_that_of_hydras_own_optuna_sweeper() -> None:
     with pytest.raises(UserError, match=r"a=interval\(0, inf\): an interval has finite ends"):
         space_of(["a=interval(0, inf)"])
     huge, _ = space_of(["a=range(1, 1000000000000)"])
-    with pytest.raises(UserError, match="a has 1000000000000 values"):
+    with pytest.raises(UserError, match="1000000000000 combinations"):
         combinations(huge)
 
 

@@ -247,16 +247,19 @@ def _grid_of(key: str, each: Any) -> Sequence[Any]:
             "range(low, high, step)"
         )
     n = int((each.high - each.low) / step + 1e-9) + 1
-    if n > MOST_IN_GRID:
-        raise UserError(f"hydra.sweeper.sampler=grid: {key} has {n} values; {MOST_IN_GRID} at most")
+    _check_size(n)
     return [each.low + i * step for i in range(n)]
+
+
+def _check_size(n: int) -> None:
+    if n > MOST_IN_GRID:
+        raise UserError(f"hydra.sweeper.sampler=grid: {n} combinations; {MOST_IN_GRID} at most")
 
 
 def combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
     """All points of a grid. Raises UserError if they are too many, or infinitely many."""
     values = [_grid_of(key, each) for key, each in space.items()]
-    if (n := math.prod(map(len, values))) > MOST_IN_GRID:
-        raise UserError(f"hydra.sweeper.sampler=grid: {n} combinations; {MOST_IN_GRID} at most")
+    _check_size(math.prod(map(len, values)))
     return [dict(zip(space, each, strict=True)) for each in itertools.product(*values)]
 
 
