@@ -13,6 +13,7 @@ which other readers ignore.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
@@ -62,6 +63,9 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
     part = f".{path.name[:_LONGEST]}.part"
     folder = os.open(path.parent, os.O_RDONLY)
     try:
+        with suppress(FileNotFoundError):
+            if stat.S_IFMT(os.lstat(path).st_mode) in (stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO):
+                raise FileExistsError(errno.EEXIST, "it is a device or a FIFO")
         with suppress(FileNotFoundError):
             os.unlink(part, dir_fd=folder)  # left by a process that was killed
         if not _write_part(part, folder, content, path.name):

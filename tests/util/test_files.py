@@ -74,6 +74,14 @@ def test_a_new_file_has_its_own_name_from_the_start(
     assert (tmp_path / "new.ckpt").read_bytes() == b"first"
 
 
+def test_a_fifo_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    with pytest.raises(FileExistsError, match="a device or a FIFO"):
+        write_whole(path, b"new")
+    assert path.is_fifo() and [x.name for x in tmp_path.iterdir()] == ["fifo"]
+
+
 def test_whoever_is_killed_while_writing_leaves_a_whole_file_and_no_part(tmp_path: Path) -> None:
     path = tmp_path / "file"
     if not _without_name(tmp_path):
