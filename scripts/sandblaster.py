@@ -177,8 +177,9 @@ def loss(given: argparse.Namespace) -> Any:
     evaluate, losses = evaluation(x, y, l2), list[float]()
 
     def watched(w: Any) -> Any:
-        losses.append(evaluate(w)[0])
-        return evaluate(w)
+        found = evaluate(w)
+        losses.append(found[0])
+        return found
 
     options = {"gtol": 1e-9, "ftol": 0.0, "maxcor": 10}
     least = minimize(watched, np.zeros(x.shape[1]), jac=True, method="L-BFGS-B", options=options)

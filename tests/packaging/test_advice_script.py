@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.support.scripts import loaded
+
 SCRIPT = Path(__file__).parents[2] / "scripts/advice.py"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("advice", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "advice", module)
-    spec.loader.exec_module(module)
-    return module
+def script() -> ModuleType:
+    return loaded("advice")
 
 
 @pytest.mark.parametrize("advised", [True, False])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,16 +13,9 @@ from trials.cell import Case, Row, cases
 from trials.soaking import SIZE, Soaked, Wish, rates, soak
 from trials.tap import Part, Tap, farthest, recomputed
 
+from tests.support.scripts import loaded
+
 ROOT = Path(__file__).parents[2]
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_matrix_has_every_kind_in_every_phase_that_it_can_happen_in() -> None:
@@ -49,7 +39,7 @@ def test_a_cell_complains_of_whatever_must_not_be() -> None:
         "left": ["process 7 (python)"],
     }.items():
         assert len(Row(**{**vars(fine), name: value}).complaints) == 1, name
-    report = script("fault_matrix").report([fine, Row(Case("hybrid", "stop", "hang", "pull"))])
+    report = loaded("fault_matrix").report([fine, Row(Case("hybrid", "stop", "hang", "pull"))])
     assert "| kill | push | restarted, = bits | – |" in report
     assert "| hang | pull | – | **hung: hung** |" in report and "Hung: 1." in report
 
@@ -109,16 +99,16 @@ def test_the_table_of_a_soak_holds_the_loss_against_undisturbed_runs() -> None:
         run(False, 0.4),
         run(False, 0.6, seed=8),
     ]
-    table = script("soak").table(runs)
+    table = loaded("soak").table(runs)
     assert "bit" not in table
     assert "| `async` | 1.5 | 2 (2 kill in push) |" in table
     assert "0.5 (0.4 to 0.6 undisturbed)" in table
-    same = script("soak").table([*runs, run(False, 0.5)])
+    same = loaded("soak").table([*runs, run(False, 0.5)])
     assert "0.5, to the bit that of the undisturbed run (0.4 to 0.6 undisturbed)" in same
 
 
 def test_in_lock_step_a_soak_must_come_to_what_the_undisturbed_run_of_its_seed_has() -> None:
-    differs = script("soak").differs
+    differs = loaded("soak").differs
     for strategy in ("hybrid", "async"):
         disturbed = Soaked(strategy, 9, True, "finished", loss=0.5)
         other = Soaked(strategy, 9, False, "finished", loss=0.6, seed=8)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from tests.support.scripts import loaded
+
 SCRIPT = Path(__file__).parents[2] / "scripts/sandblaster.py"
 
 
 @pytest.fixture(scope="module")
 def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sandblaster", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sandblaster"] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded("sandblaster")
 
 
 def test_it_reads_documents_of_vowpal_wabbit(figures: ModuleType, tmp_path: Path) -> None:

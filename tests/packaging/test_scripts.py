@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,19 +12,15 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.scripts import loaded
+
 ROOT = Path(__file__).parents[2]
 FAKE = '#!/bin/sh\nprintf "%s\\n" "$PWD" "$@"\n'  # an interpreter that tells how it was called
 
 
 @pytest.fixture
 def setup() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "make_environment", ROOT / "scripts" / "make_environment.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("make_environment")
 
 
 def executable(path: Path, text: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,18 +12,15 @@ from types import ModuleType
 import pytest
 from benchmarks.parts import straggler as core
 
+from tests.support.scripts import loaded
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/straggler.py"
 
 
 @pytest.fixture(scope="module")
 def straggler() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("straggler", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["straggler"] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded("straggler")
 
 
 def note(began: float, ended: float, waited: float, samples: float) -> dict[str, float]:
