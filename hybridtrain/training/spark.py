@@ -17,7 +17,7 @@ import ssl
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,13 +94,16 @@ class _Ended(Exception):
 
 
 class Desk(Door):
-    """Where attempts come to, and wait for a slot.
+    """Lets attempts in, which wait there for a slot.
 
     Args:
         address, port: to listen at.
         key: of the run.
         n_slots: how many attempts are served at a time.
     """
+
+    in_use = "give DeepDist another port, or none"
+    elsewhere = "set spark.driver.bindAddress, or spark.driver.host, to one of this machine"
 
     def __init__(self, address: str, port: int, key: Key, n_slots: int) -> None:
         self._slots, self._over = n_slots, False
@@ -213,15 +216,13 @@ class _Attempt:
         return found
 
 
-class _ending:
-    """What goes wrong with a connection inside ends the attempt."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError | Refused | ValueError | TypeError):
-            raise _Ended from error
+@contextmanager
+def _ending() -> Iterator[None]:
+    """End the attempt if its connection fails inside."""
+    try:
+        yield
+    except (OSError, Refused, ValueError, TypeError) as error:
+        raise _Ended from error
 
 
 def train_on(
@@ -236,12 +237,12 @@ def train_on(
     check("epochs", epochs, Positive)
     check("partition_size", errand.size, Positive | None)
     _check(server, n_slots, other)
-    context, slots = rdd.context, n_slots
+    context = rdd.context
     settings, tag = context.getConf(), f"hybridtrain-{uuid.uuid4()}"
     here = settings.get("spark.driver.host", "localhost")
     key = Key.new()
-    desk = Desk(settings.get("spark.driver.bindAddress", here), port, key, slots)
-    errand = replace(errand, address=here, port=desk.port, key=key.to_bytes())
+    desk = Desk(settings.get("spark.driver.bindAddress", here), port, key, n_slots)
+    errand = replace(errand, address=here, port=desk.port, key=key)
     to_stderr(f"executors hand over to {here}, port {desk.port}")
 
     def jobs() -> None:
@@ -255,7 +256,7 @@ def train_on(
 
     body = partial(desk.serve, fail=partial(context.cancelJobsWithTag, tag))
     try:
-        server.run_beside(body, slots, jobs)
+        server.run_beside(body, n_slots, jobs)
     except Exception as error:
         if (said := _said_in(str(error))) is None or isinstance(error, UserError):
             raise
@@ -296,7 +297,7 @@ def _said_in(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Errand:
-    """What a task gets: where the driver is, and what to compute."""
+    """The arguments of a task: where the driver is, and what to compute."""
 
     model: Any
     gradient: Callable[[Any, Any], Any]
@@ -304,7 +305,7 @@ class Errand:
     epoch: int = 0
     address: str = ""
     port: int = 0
-    key: bytes = b""
+    key: Key | None = None
 
 
 def attempt(errand: Errand, rows: Iterable[Any]) -> None:
@@ -322,7 +323,8 @@ def attempt(errand: Errand, rows: Iterable[Any]) -> None:
     partition = task.partitionId()
     who = f"task {task.taskAttemptId()} (partition {partition}, attempt {task.attemptNumber()})"
     where = f"the driver at {errand.address}, port {errand.port},"
-    context = Key.from_bytes(errand.key).context(server_side=False)
+    assert errand.key is not None, "the driver has filled it in"
+    context = errand.key.context(server_side=False)
     said = {"epoch": errand.epoch, "partition": partition}
     sock, _ = until_let_in(
         lambda within_s: knock(errand.address, errand.port, context, said, within_s),

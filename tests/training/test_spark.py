@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -202,6 +203,13 @@ def test_an_error_in_descent_ends_the_job() -> None:
     assert rdd.context.cancelled
 
 
+def test_a_port_in_use_is_said_in_the_words_of_deepdist() -> None:
+    with sockets.listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"port {port} .* give DeepDist another port, or none"):
+            spark.Desk("127.0.0.1", port, Key.new(), 1)
+
+
 def test_an_executor_that_does_not_reach_the_driver_is_told_what_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -219,8 +227,12 @@ class Settings(dict[str, str]):
 
 
 def test_who_does_not_hold_the_key_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Key.new().to_bytes()
-    monkeypatch.setattr(Key, "to_bytes", lambda self: other)
+    other, attempt = Key.new(), spark.attempt
+
+    def with_other_key(errand: spark.Errand, rows: Any) -> None:
+        attempt(replace(errand, key=other), rows)
+
+    monkeypatch.setattr(spark, "attempt", with_other_key)
     with pytest.raises(UserError, match=r"the driver at 127.*has another key than task"):
         DeepDist(parameters()).train(RDD([*range(6)], 1), sums, add)
 

@@ -32,17 +32,10 @@ class _Half:
 
 
 class Listener(Door):
-    """Where host 0 awaits the others. Listens from the beginning.
+    """Accepts the other hosts, on host 0; arguments are those of :class:`Door`."""
 
-    Args:
-        address: of this machine, or a name of it; ``""``: all of them.
-        port: 0 takes a free one.
-        key: of the run.
-        about: what the others shall know, as JSON has it.
-
-    Raises:
-        UserError: if the port is in use or the address is not of this machine.
-    """
+    in_use = "choose another MASTER_PORT, or see that NODE_RANK=0 is given to one host"
+    elsewhere = "give the address by which the other hosts reach host 0"
 
     def __init__(self, address: str, port: int, key: Key, about: Mapping[str, Any]) -> None:
         self._halves: dict[str, _Half] = {}

@@ -1,4 +1,4 @@
-"""Where strangers knock: handshake and greeting, after which a connection is taken or turned away.
+"""Handshake and greeting, after which a connection is taken or turned away.
 
 A greeting is a length and JSON of at most 64 KiB, read only after the handshake, in which each side
 has shown that it holds the key. Nothing else is read from a stranger. Handshakes and greetings run
@@ -17,8 +17,9 @@ import ssl
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.hosts import sockets
@@ -39,8 +40,11 @@ class Refused(Exception):
     """The other side does not take part; the text says why."""
 
 
-class Door:
-    """Listens from the beginning; a subclass says whom it lets in, and keeps the connections.
+class Door(ABC):
+    """Listens from the beginning; a subclass chooses whom it lets in, and keeps the connections.
+
+    ``in_use``, ``elsewhere``: the advice where the port is in use, or the address is of another
+    machine.
 
     Args:
         address: of this machine, or a name of it; ``""``: all of them.
@@ -52,12 +56,15 @@ class Door:
         UserError: if the port is in use or the address is not of this machine.
     """
 
+    in_use: ClassVar[str]
+    elsewhere: ClassVar[str]
+
     def __init__(self, address: str, port: int, key: Key, about: Mapping[str, Any]) -> None:
         self._context, self._about = key.context(server_side=True), dict(about)
         try:
             self._socket = sockets.listen(address, port)
         except OSError as error:
-            raise UserError(_not_listening(address, port, error)) from error
+            raise UserError(self._not_listening(address, port, error)) from error
         self.port: int = self._socket.getsockname()[1]
         self._lock = threading.Lock()  # guards all below
         self._pending: dict[ssl.SSLSocket, str] = {}  # oldest first
@@ -71,16 +78,25 @@ class Door:
 
     # ---- of a subclass, each called with the lock ------------------------------------------------
 
+    @abstractmethod
     def _misfit(self, said: dict[str, Any]) -> str | None:
         """The fault of a greeting, in words; ``None``: it is right."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _keep(self, sock: ssl.SSLSocket, said: dict[str, Any]) -> None:
         """Take over the connection behind this greeting."""
-        raise NotImplementedError
 
-    def _tidy(self) -> None:
+    def _tidy(self) -> None:  # noqa: B027  (most have nothing to do)
         """Called now and then."""
+
+    def _not_listening(self, address: str, port: int, error: OSError) -> str:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} of {address or 'this machine'} is in use: {self.in_use}"
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            return (
+                f"cannot listen at {address}, which is no address of this machine: {self.elsewhere}"
+            )
+        return f"cannot listen at {address or 'all addresses'}, port {port}: {error.strerror}"
 
     # ---- who is let in --------------------------------------------------------------------------
 
@@ -305,7 +321,7 @@ def _speaks_another(said: dict[str, Any]) -> str | None:
 
 
 def why(error: Exception) -> str:
-    """What went wrong at the door, in words."""
+    """The error of a handshake or greeting, in words."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     reason = getattr(error, "reason", None)
@@ -321,17 +337,3 @@ def _of_keys(error: Exception) -> bool:
     reason = str(getattr(error, "reason", None))
     alert = "ALERT" in reason and ("_CA" in reason or "CERT" in reason or "DECRYPT" in reason)
     return isinstance(error, ssl.SSLCertVerificationError) or alert
-
-
-def _not_listening(address: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} of {address or 'this machine'} is in use: choose another MASTER_PORT, "
-            "or see that NODE_RANK=0 is given to one host"
-        )
-    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-        return (
-            f"cannot listen at {address}, which is no address of this machine: give the address "
-            "by which the other hosts reach host 0"
-        )
-    return f"cannot listen at {address or 'all addresses'}, port {port}: {error.strerror}"
