@@ -14,13 +14,21 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.util.files import open_input, reason_of, write_whole
+from hybridtrain.util.option_types import EACH, Count, misfit
+
+_CONTENT = {
+    **dict.fromkeys(("updates", "epochs"), Count),
+    "parameters": {EACH: torch.Tensor},
+    "optimizer": {EACH: {EACH: torch.Tensor | bool | float | str | None}},
+    "made_by": {EACH: str},
+}
 
 
 @dataclass(frozen=True)
 class SavedRun:
     """After so many ``updates``; ``parameters`` and states of the ``optimizer`` by name.
 
-    ``epochs``: that are done; ``made_by``: classes and names that say what the states mean.
+    ``epochs``: finished ones; ``made_by``: names of the classes that have made the states.
     """
 
     updates: int = 0
@@ -53,15 +61,17 @@ class SavedRun:
         """
         with open_input(path, "the saved run") as file:
             try:
-                saved = cls(**torch.load(file, map_location="cpu", weights_only=True))
-                found = {name: tuple(each.shape) for name, each in saved.parameters.items()}
+                content = torch.load(file, map_location="cpu", weights_only=True)
             except Exception:  # readers of damaged files raise whatever they stumble over
                 raise UserError(f"{path} is damaged, or no file of server.save") from None
-        if found != (wanted := {name: tuple(each.shape) for name, each in model.items()}):
+        if (fault := misfit(content, _CONTENT, "the content")) is not None:
+            raise UserError(f"{path} is damaged, or no file of server.save: {fault}")
+        saved = cls(**{name: content[name] for name in _CONTENT})
+        if (found := _kinds(saved.parameters)) != (wanted := _kinds(model)):
             wrong = sorted(n for n in found | wanted if found.get(n) != wanted.get(n))
             raise UserError(
-                f"{path} is of another model: {wrong[0]} has the shape "
-                f"{found.get(wrong[0])} there and {wanted.get(wrong[0])} here"
+                f"{path} is of another model: {wrong[0]} is {found.get(wrong[0], 'missing')} there "
+                f"and {wanted.get(wrong[0], 'missing')} here"
             )
         if saved.made_by != made_by:
             other = [kind for kind, name in made_by.items() if saved.made_by.get(kind) != name]
@@ -75,9 +85,13 @@ class SavedRun:
 def made_by(
     optimizer: torch.optim.Optimizer, update: NamedUpdate, exchange: Exchange
 ) -> dict[str, str]:
-    """What must be the same in the server that goes on."""
+    """The names that must be the same in the server that goes on."""
     classes = {"optimizer": type(optimizer).__name__, "exchange": type(exchange).__name__}
     return {**classes, "update": update.name}
+
+
+def _kinds(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{p.dtype} of shape {tuple(p.shape)}" for name, p in parameters.items()}
 
 
 def _listed(kinds: Mapping[str, str], wanted: list[str]) -> str:

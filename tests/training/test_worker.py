@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -320,7 +321,7 @@ def test_files_that_are_no_saved_run_of_the_model_are_refused(tmp_path: Path) ->
         ("none.pt", "cannot|No such"),
         ("garbage.pt", "is damaged, or no file of server.save"),
         ("other.pt", "is damaged, or no file of server.save"),
-        ("model.pt", r"of another model: b has the shape None there and \(\) here"),
+        ("model.pt", r"of another model: b is missing there and torch.float32 of shape \(\) here"),
     ):
         with pytest.raises(UserError, match=said):
             server.load(tmp_path / name)
@@ -377,6 +378,28 @@ def test_a_saved_run_of_another_optimizer_is_refused(
     with pytest.raises(UserError, match=r"run.pt was saved with .*, and this server has .*; make"):
         other.load(tmp_path / "run.pt")
     Server(weights(), "async", optimizer={"name": "adam", "lr": 0.3}).load(tmp_path / "run.pt")
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "updates is -1": {"updates": -1},
+    "updates is 1.5": {"updates": 1.5},
+    "epochs is 'a'": {"epochs": "a"},
+    "optimizer is None": {"optimizer": None},
+    "optimizer.w is of type list": {"optimizer": {"w": [1]}},
+    "w is torch.float64 of shape (3,) there and torch.float32": {
+        "parameters": {"w": torch.zeros(3, dtype=torch.float64)}
+    },
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_saved_file_with_other_content_is_refused(fault: str, tmp_path: Path) -> None:
+    server = Server({"w": np.zeros(3, np.float32)}, optimizer=SGD)
+    server.save(tmp_path / "run.pt")
+    content = torch.load(tmp_path / "run.pt", weights_only=True)
+    torch.save(content | FAULTS[fault], tmp_path / "run.pt")
+    with pytest.raises(UserError, match=re.escape(fault)):
+        server.load(tmp_path / "run.pt")
 
 
 def test_a_saved_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
