@@ -40,17 +40,16 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"the installation is incomplete: no config.yaml in {places}")
 
 
-# ``hydra.launcher``: how a job starts (auto: fork without a GPU, else popen), and how many
-# jobs run side by side.
-_LAUNCHER = {
+# The keys are the constructors', whose modules are not imported for each configuration: a test
+# holds both to the same defaults. The launcher's: how a job starts, how many run side by side.
+LAUNCHER = {
     "_target_": "hydra_plugins.hybridtrain.ProcessLauncher",
     "start_method": "auto",
     "at_once": 1,
 }
 
-# ``hydra/sweeper=optuna``: what each key means is in the reference, which has it of the class.
 _NULL = ("pruner", "direction", "n_trials", "storage", "study_name", "params")
-_SEARCH = {
+SEARCH = {
     "_target_": "hydra_plugins.hybridtrain.OptunaSweeper",
     "sampler": "tpe",
     "seed": 0,
@@ -60,7 +59,7 @@ _SEARCH = {
 
 def register() -> None:
     """Register our launcher and sweeper, and ``${unique_id:}`` for names of run directories."""
-    for group, name, node in (("launcher", "process", _LAUNCHER), ("sweeper", "optuna", _SEARCH)):
+    for group, name, node in (("launcher", "process", LAUNCHER), ("sweeper", "optuna", SEARCH)):
         ConfigStore.instance().store(
             group=f"hydra/{group}", name=name, node=node, provider="hybridtrain"
         )

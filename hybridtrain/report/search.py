@@ -1,4 +1,4 @@
-"""What the comparison page shows of a search: history, importance, and the winner's command."""
+"""The comparison page's section about a search: history, importance, and the winner's command."""
 
 from __future__ import annotations
 

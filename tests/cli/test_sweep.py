@@ -7,13 +7,16 @@ import json
 import math
 import os
 from collections import Counter
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
+from hybridtrain.cli import hydra_config
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher
-from hybridtrain.cli.sweep.job_launcher import JobRow, _endings
+from hybridtrain.cli.sweep.job_launcher import JobRow, ProcessLauncher, _endings
+from hybridtrain.cli.sweep.search import OptunaSweeper
 from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TINY, N
@@ -213,3 +216,15 @@ def test_jobs_in_fresh_interpreters_with_ranks_in_fresh_interpreters(
         seen = Counter(x for page in pages for x in page.read_text().splitlines())
         assert seen == Counter(f"{epoch} {i}" for epoch in range(2) for i in range(N))
     assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "node"),
+    [(ProcessLauncher, hydra_config.LAUNCHER), (OptunaSweeper, hydra_config.SEARCH)],
+)
+def test_the_keys_of_a_plugin_are_its_constructors_with_the_same_defaults(
+    kind: type, node: dict[str, object]
+) -> None:
+    defaults = {x.name: x.default for x in signature(kind).parameters.values()}
+    target = {"_target_": f"hydra_plugins.hybridtrain.{kind.__name__}"}
+    assert node == target | defaults

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from hybridtrain.cli.sweep.resumed import Sweep
 from hybridtrain.report.charts import number
 from tests.cli.conftest import Command, in_use, summary
 from tests.cli.test_full_disk import UNSHARE
@@ -88,9 +90,10 @@ def test_a_sweep_is_known_by_its_options_and_left_alone_while_it_runs(ended: Com
 @pytest.mark.parametrize("damage", ["absent", "torn", "newer", "folder", "ended"])
 def test_a_directory_that_is_no_sweeps_is_one_line(command: Command, damage: str) -> None:
     Path("jobs").mkdir()
-    said = {"torn": '{"overrides": [', "newer": json.dumps({"format": 9, "overrides": ["a=1"]})}
-    said["folder"] = json.dumps({"overrides": ["a=1"], "config_dirs": [1]})
-    said["ended"] = json.dumps({"overrides": ["a=1"], "finished": "no"})
+    whole = asdict(Sweep(["a=1"]))
+    changes = {"newer": {"format": 9}, "folder": {"config_dirs": [1]}, "ended": {"finished": "no"}}
+    said = {name: json.dumps(whole | change) for name, change in changes.items()}
+    said["torn"] = '{"overrides": ['
     if damage in said:
         Path("jobs/sweep.json").write_text(said[damage])
     result = command("-m", "resume=jobs")
@@ -101,10 +104,9 @@ def test_a_directory_that_is_no_sweeps_is_one_line(command: Command, damage: str
 def test_a_sweep_that_others_can_change_is_refused(command: Command) -> None:
     Path("jobs").mkdir()
     path = Path("jobs/sweep.json")
-    path.write_text(json.dumps({"overrides": ["+hydra.callbacks.x._target_=os.system"]}))
+    path.write_text(json.dumps(asdict(Sweep(["+hydra.callbacks.x._target_=os.system"]))))
     path.chmod(0o666)
     assert f"chmod o-w {path}" in command("-m", "resume=jobs").complaint
-    assert "another user" not in command("-m", "resume=auto", "hydra.sweep.dir=jobs").out
 
 
 def test_a_job_that_would_be_configured_otherwise_is_named(ended: Command) -> None:

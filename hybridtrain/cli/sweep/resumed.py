@@ -36,17 +36,22 @@ from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.report.runs import CONFIG_FILE, SUMMARY_FILE, read_mapping, read_yaml
 from hybridtrain.util.files import short, write_whole
-from hybridtrain.util.option_types import is_number
+from hybridtrain.util.option_types import is_number, misfit
 
 SWEEP_FILE = "sweep.json"
 _SEARCH = ("hydra/sweeper", "hydra.sweeper")
 _LENGTH = "hydra.sweeper.n_trials"  # a search may be made longer
+_CONTENT = {
+    **{key: [str] for key in ("overrides", "hydra", "config_dirs")},
+    "finished": bool,
+    "format": int,
+}
 _PLACES = ("hydra.mode", "hydra.sweep.dir", "hydra.run.dir")
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What ``sweep.json`` says: the options of the command, and whether all jobs have finished."""
+    """``sweep.json``: the options of the command, and whether all jobs have finished."""
 
     overrides: list[str] = field(default_factory=list)
     hydra: list[str] = field(default_factory=list)
@@ -68,16 +73,9 @@ def read(directory: Path) -> Sweep:
     content = read_mapping(directory / SWEEP_FILE, [])
     if content:  # it names classes, and folders with configurations
         check_owner(directory / SWEEP_FILE, f"resume={directory}")
-    try:
-        found = Sweep(**content)
-        texts = (found.overrides, found.hydra, found.config_dirs)
-        listed = all(isinstance(each, list) for each in texts)
-        plain = listed and all(isinstance(x, str) for each in texts for x in each)
-        readable = plain and type(found.format) is int and found.format <= FORMAT
-        readable = readable and type(found.finished) is bool and bool(found.by_key())
-    except TypeError:
-        readable = False
-    if not readable:
+    fits = bool(content) and misfit(content, _CONTENT, SWEEP_FILE) is None
+    found = Sweep(**{key: content[key] for key in _CONTENT}) if fits else Sweep()
+    if found.format > FORMAT or not found.by_key():
         raise UserError(
             f"resume={directory}: this is not the directory of a sweep that this version can go on "
             f"with (it has no whole {SWEEP_FILE}); give one such as multirun/DATE/TIME-ID, or a "

@@ -232,8 +232,8 @@ def _distribution(override: Override) -> BaseDistribution:
     return of.CategoricalDistribution(tuple(override.sweep_string_iterator()))
 
 
-def _first_of(each: BaseDistribution) -> Any:
-    return each.choices[0] if hasattr(each, "choices") else each.low  # type: ignore[attr-defined]
+def _first_of(each: Any) -> Any:
+    return each.choices[0] if hasattr(each, "choices") else each.low
 
 
 def _grid_of(key: str, each: Any) -> Sequence[Any]:
@@ -273,7 +273,7 @@ def _seed_of(study: optuna.Study, seed: int | None) -> int:
 
 
 class Search:
-    """What is asked of a study, and told to it, by a sweep in ``directory``."""
+    """Asks a study for trials, in their order, for a sweep in ``directory``."""
 
     def __init__(
         self,
@@ -426,8 +426,9 @@ class SearchRun:
             try:
                 check_job(job)
             except UserError as error:
-                self._tell(trial, CommandOutcome(2, error=str(error)))
-                self._launcher.note(job, CommandOutcome(2, error=str(error)))
+                outcome = CommandOutcome(2, error=str(error))
+                self._tell(trial, outcome)
+                self._launcher.note(job, outcome)
                 continue
             self._trials[trial.number] = trial
             more = resumed.going_on(job.folder) if has_begun else []
