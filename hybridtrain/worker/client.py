@@ -253,7 +253,7 @@ class Client:
             self._await_offered()
         if not self.updates.make(push, lambda: self._count(own, push, lambda released: None)):
             return False
-        self.tickets.most = AT_ONCE
+        self.tickets.draw_at_once(AT_ONCE)
         self._report_if_due(own)
         then(Released(self.version))
         return True

@@ -60,7 +60,7 @@ class Tickets:
         self.most = most
 
     def pop_covers(self) -> list[DrawnBatch]:
-        """What is handed over now."""
+        """Take the mini-batches that are handed over now."""
         covers, self.covers = self.covers, []
         return covers
 

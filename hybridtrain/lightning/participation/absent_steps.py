@@ -299,12 +299,12 @@ class Absence:
         if self._session is None or trainer.sanity_checking or client.n_workers == 1:
             return
         self.stopping.meet()
-        logged, has_had_some = entries(trainer), self._has_had_some
-        if self._requirements.backs_up:  # others may have been sooner with all that it had
-            has_had_some = has_had_some and bool(logged)
+        has_had_some = self._has_had_some
+        if has_had_some and self._requirements.backs_up:  # others may have been sooner with all
+            has_had_some = bool(entries(trainer))
         if all(client.gather("who has had a mini-batch", has_had_some)):
             return
-        mine = (logged, StepOutcome.of(trainer, callbacks)) if has_had_some else None
+        mine = (entries(trainer), StepOutcome.of(trainer, callbacks)) if has_had_some else None
         known: list[tuple[Entries, StepOutcome] | None] = client.gather("what is logged", mine)
         found = next((each for each in known if each is not None), None)
         if not has_had_some and found is not None:

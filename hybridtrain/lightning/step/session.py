@@ -78,6 +78,8 @@ class Session(WorkerSession):
         unseen = gradients_are_final(module.trainer)
         shown = joint and not (unseen and not requirements.steps_in_worker)
         self.averages = shown or requirements.means_gradients
+        if requirements.backs_up:  # Lightning's, of a mini-batch that another worker has processed
+            warnings.filterwarnings("ignore", ".*training_step.*returned.*None")
         trained = Trained(
             named,
             stepped,
@@ -287,12 +289,12 @@ class Session(WorkerSession):
 
     def training_step(self, step: Callable[[], Any]) -> Any:
         """Run the user's; ``None``, as if it had returned that, where a fault is forgiven."""
-        automatic, backs_up = self._module.automatic_optimization, self._requirements.backs_up
+        automatic = self._module.automatic_optimization
         try:
-            self._client.check_need() if backs_up else None
+            if self._requirements.backs_up:
+                self._client.check_need()
             output = step()
         except NotNeeded:
-            warnings.filterwarnings("ignore", ".*training_step.*returned.*None")  # Lightning's
             output = None
         except Exception as error:
             # Under manual optimization others already wait for steps that would not come.
