@@ -43,6 +43,8 @@ def _check(name: str, found: str, supported: SpecifierSet) -> None:
 
 def lacks(name: str, error: Exception) -> UserError:
     """The error for a package without a private name that is used: which version, which name."""
+    if isinstance(error, ModuleNotFoundError) and error.name == name.replace("-", "_"):
+        return UserError(f"{name} is not installed; install it: pip install {name}")
     reason = str(error).partition(" (")[0]  # behind it Python says where the file lies
     return UserError(
         f"{name} {version(name)} lacks a part of it that hybridtrain uses: {reason}; install "

@@ -135,3 +135,10 @@ def test_it_is_refused_before_anything_of_it_is_used(
 ) -> None:
     last = output(ANOTHER.format(stand_in=stand_in, then=then)).strip().splitlines()[-1]
     assert line in last and "hybridtrain supports" in last
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    missing = ModuleNotFoundError("No module named 'no_lightning'", name="no_lightning")
+    assert str(versions.lacks("no-lightning", missing)) == (
+        "no-lightning is not installed; install it: pip install no-lightning"
+    )
