@@ -7,12 +7,13 @@ import os
 import re
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 
 import pytest
 
 import hybridtrain  # noqa: F401  (before Lightning: HYBRIDTRAIN_LIGHTNING may name a package)
-from tests.picking import every_pair
+from tests.picking import every_pair, first_of_all
 
 # Tests run side by side, and threads that spin for one another made small ones 20 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,9 +50,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What needs a GPU runs where ``-m`` asks for it by name; ``-m slow`` alone does not."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around -m and -k
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """Mark cases slow where a test is marked ``few``, and leave out what was not asked for.
+
+    What needs a GPU runs where ``-m`` asks for it by name; ``-m slow`` alone does not.
+    """
+    mark_all_but_few(items)
+    yield
     wanted = items
     if not asks_for_gpus(config):
         wanted = [item for item in items if item.get_closest_marker("gpu") is None]
@@ -62,6 +70,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {item.nodeid for item in wanted}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = wanted
+
+
+def mark_all_but_few(items: list[pytest.Item]) -> None:
+    """Of a test with ``@pytest.mark.few(n)``, mark all but n of its cases as slow."""
+    cases: defaultdict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        few = item.get_closest_marker("few")
+        if few is not None and item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0], few.args[0]].append(item)
+    for (_, most), group in cases.items():
+        kept = first_of_all([item.nodeid for item in group], most)
+        for item in group:
+            if item.nodeid not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def asks_for_gpus(config: pytest.Config) -> bool:

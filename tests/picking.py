@@ -57,6 +57,19 @@ def every_pair(names: Sequence[str]) -> set[str]:
     return kept
 
 
+def first_of_all(names: Sequence[str], most: int) -> set[str]:
+    """``most`` of these names of cases, so that as many values as possible occur."""
+    left = [(name, set(enumerate(name.partition("[")[2][:-1].split("-")))) for name in names]
+    kept: set[str] = set()
+    seen: set[tuple[int, str]] = set()
+    while left and len(kept) < most:
+        chosen = max(left, key=lambda case: len(case[1] - seen))  # the first of several
+        left.remove(chosen)
+        kept.add(chosen[0])
+        seen |= chosen[1]
+    return kept
+
+
 def rotated(items: Sequence[Any], by: int) -> list[Any]:
     """Begun with another one each time, so that one of each row also is one of each column."""
     by %= len(items)

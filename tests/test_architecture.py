@@ -278,6 +278,7 @@ def test_strategies_are_registered_where_lightning_was_imported_first() -> None:
     assert python("import pytorch_lightning, hybridtrain" + NAMES) == "async hybrid"
 
 
+@pytest.mark.slow
 def test_where_it_is_imported_later_they_cost_no_import_beyond_its_own_and_the_command_hydras() -> (
     None
 ):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
 
-from tests.conftest import CAME_BACK, pytest_runtest_call
+from tests.conftest import CAME_BACK, mark_all_but_few, pytest_runtest_call
+from tests.picking import first_of_all
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -32,3 +34,33 @@ def called(item: pytest.Item, raises: bool) -> int:
         if (pid := os.fork()) == 0 and raises:
             raise ValueError("in the child")
     return pid
+
+
+def test_of_a_test_that_is_marked_few_every_value_occurs_as_far_as_possible() -> None:
+    names = [f"test[{strategy}-{workers}]" for strategy in "abc" for workers in "123"]
+    assert first_of_all(names, 3) == {"test[a-1]", "test[b-2]", "test[c-3]"}
+    assert first_of_all(names, 1) == {"test[a-1]"}
+    assert first_of_all(names, 99) == set(names)
+
+
+class Case:
+    """A collected case, as far as its markers go."""
+
+    def __init__(self, nodeid: str, *marks: pytest.MarkDecorator) -> None:
+        self.nodeid = nodeid
+        self.marks = {each.name: each.mark for each in marks}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.marks.get(name)
+
+    def add_marker(self, marker: pytest.MarkDecorator) -> None:
+        self.marks[marker.name] = marker.mark
+
+
+def test_of_a_test_that_is_marked_few_the_other_cases_are_slow() -> None:
+    few, slow = pytest.mark.few(2), pytest.mark.slow
+    cases = [Case("test[0]", few, slow), *(Case(f"test[{n}]", few) for n in range(1, 5))]
+    others = [Case("other[0]"), Case("other[1]")]
+    mark_all_but_few(cast(list[pytest.Item], [*cases, *others]))
+    assert ["slow" in case.marks for case in cases] == [True, False, False, True, True]
+    assert not any("slow" in case.marks for case in others)

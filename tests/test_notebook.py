@@ -155,6 +155,7 @@ def quiet(**options: Any) -> pl.Trainer:
     return pl.Trainer(strategy="hybrid", accelerator="cpu", devices=2, **silent, **options)
 
 
+@pytest.mark.few(1)
 @LINUX
 @pytest.mark.own_process
 @pytest.mark.parametrize("end", ["an error", "an interrupt"])

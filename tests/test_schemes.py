@@ -35,6 +35,7 @@ def test_a_page_has_the_options_as_they_are_and_a_small_picture(name: str) -> No
 OF_GRADIENTS = {name for name in NAMES if "task=clusters" in scheme_pages.timeline_command(name)}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "name",
     [

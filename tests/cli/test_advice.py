@@ -40,6 +40,7 @@ def test_a_run_with_a_straggler_ends_with_one_line_of_advice_whose_command_runs(
     assert "hybrid" in capfd.readouterr().out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("option", ["advice=false", "strategy.record=null", "strategy=ddp"])
 def test_without_a_record_or_the_wish_there_is_no_advice(command: Command, option: str) -> None:
     options = [each for each in SLOW if not (option == "strategy=ddp" and "faults" in each)]
@@ -48,6 +49,7 @@ def test_without_a_record_or_the_wish_there_is_no_advice(command: Command, optio
     assert summary("here")["advice"] is None
 
 
+@pytest.mark.slow
 def test_an_advice_that_fails_harms_nothing(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ BY_DEFAULT = [
 ]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("argument", "fragments"),
     by_default(CASES, *(case for case in CASES if case[0] in BY_DEFAULT)),

@@ -133,6 +133,7 @@ def test_a_version_that_is_not_supported(ask: Doctor, monkeypatch: pytest.Monkey
     assert result.code == 1 and "supports" in line(result, "versions")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -186,6 +187,7 @@ def test_a_port_in_use(ask: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"port {port} of 127.0.0.1 is in use: choose another" in line(result, "bad")
 
 
+@pytest.mark.slow
 def test_nobody_answers(ask: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Key.new().write(tmp_path / "key")
     port = hosts(monkeypatch, 1)

@@ -11,6 +11,7 @@ from tests.picking import by_default
 HERE = [*TINY, "task=own", "trainer.devices=2", "hydra.run.dir=here", "test=false"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("faults", "complaint"),
     by_default(

@@ -49,6 +49,7 @@ def test_host_1_writes_nothing_and_says_one_line(command: Command, fits: list[st
     assert rank_zero_only.rank == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_host_1_goes_on_with_a_run_whose_directory_host_0_has_claimed(
     command: Command, fits: list[str]
 ) -> None:
@@ -98,6 +99,7 @@ def two_hosts(*arguments: str) -> int:
     return main([*SEVERAL, *arguments, "hydra.run.dir=run", "logger=none"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async", "diloco"], "async"))
 def test_a_run_of_two_hosts_is_replayed_and_tried_under_another_policy(
     tmp_path: Path, replay: Replay, strategy: str

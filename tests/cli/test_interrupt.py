@@ -87,6 +87,7 @@ def test_a_second_signal_ends_a_run_at_once_though_its_workers_do_not_listen(
     assert _none_left(run.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", by_default([signal.SIGINT, signal.SIGHUP], signal.SIGINT))
 def test_a_signal_ends_a_sweep_and_the_job_saves_a_checkpoint(
     zygote: Zygote, signum: signal.Signals

@@ -37,6 +37,7 @@ CASES = [
 WAYS = ["strategy=hybrid", "strategy=async", "strategy=local_sgd", "strategy=ddp"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
 @pytest.mark.parametrize("way", by_default(WAYS, "strategy=hybrid"))
 @pytest.mark.parametrize(("given", "key"), CASES)
@@ -48,6 +49,7 @@ def test_a_run_names_the_key_and_what_it_logs(
     assert "val/size" in result.err.partition("it logged ")[2] and "Traceback" not in result.err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("given", "key"), [CASES[0], CASES[2]])
 def test_another_policy_is_tried_with_that_run_in_vain(
     command: Command, replay: Replay, given: list[str], key: str

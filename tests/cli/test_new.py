@@ -50,6 +50,7 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_two_workers_train_in_a_new_project(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, zygote: Zygote
 ) -> None:

@@ -61,6 +61,7 @@ def test_ranks_of_ddp_end_with_the_process_that_has_started_them(
     is_clean_after("parent", zygote.start(tmp_path, *BUSY, "strategy=ddp"), 1 + 2 + 4)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_run_whose_test_has_failed(zygote: Zygote, tmp_path: Path) -> None:
     run = zygote.start(tmp_path, "-m", *BUSY[:-1], "hydra.sweep.dir=.", "strategy=hybrid,async")
     run.until("reached")

@@ -26,6 +26,7 @@ def imported() -> Iterator[None]:
     yield
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("first", range(0, BY_DEFAULT, AT_ONCE))
 def test_mutated_options_are_refused_by_one_line_or_make_sense(first: int) -> None:
     assert wrong(option_fuzzer.run(option_fuzzer.cases(range(first, first + AT_ONCE)))) == []
@@ -89,6 +90,7 @@ ONCE: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("given", by_default(ONCE, *[*ONCE][::3]))
 def test_what_once_ended_in_a_traceback_is_refused_by_one_line(given: str, command: Any) -> None:
     key = given.split("=")[0]

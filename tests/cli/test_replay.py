@@ -38,6 +38,7 @@ def test_a_run_is_replayed_from_its_directory_which_stays_as_it_is(
     assert contents(Path("run")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", by_default(["resume", "ckpt"], "resume"))
 def test_a_run_that_went_on_in_its_own_directory_is_replayed_and_loses_no_file(
     command: Command, replay: Replay, how: str
@@ -79,6 +80,7 @@ def test_a_run_that_went_on_from_a_kept_checkpoint_is_replayed(
     assert contents(Path("run")) == before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async", "local_sgd"], "hybrid"))
 @pytest.mark.parametrize("saves", ["true", "false"])
 def test_a_run_that_failed_is_replayed_to_its_last_event(

@@ -96,6 +96,7 @@ def test_a_run_killed_with_all_its_processes_goes_on_to_the_same_bits(
 STRATEGIES = sorted(path.stem for path in (conf_dir() / "strategy").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", by_default(STRATEGIES, "local_sgd"))
 def test_the_total_is_what_all_parts_have_counted(command: Command, strategy: str) -> None:
     """Whatever ``global_step`` counts under this strategy."""
@@ -196,6 +197,7 @@ def test_the_checksums_of_a_checkpoint_are_compared_once_until_it_is_kept(
     assert tested == [newest] * 2, "and again where the run is begun, once it is kept for a replay"
 
 
+@pytest.mark.slow
 def test_a_run_that_left_no_checkpoint_begins_again_in_its_directory(ended: Command) -> None:
     for path in Path("old/checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:1000])
@@ -242,6 +244,7 @@ def test_options_that_differ_are_shown_and_can_be_insisted_on(ended: Command) ->
     assert "updates      6 (in all 18)" in done.out and "24 (in all 72), " in done.out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     by_default(
@@ -319,6 +322,7 @@ def test_the_checkpoint_of_an_early_end_is_found_where_it_is_and_where_it_was(pl
     assert resume.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["config", "overrides", "hydra"])
 def test_a_fifo_in_the_directory_of_a_run_is_one_line(command: Command, name: str) -> None:
     make_up_a_run("old")
@@ -330,6 +334,7 @@ def test_a_fifo_in_the_directory_of_a_run_is_one_line(command: Command, name: st
         assert said.code == 2 and f"{fifo} is a FIFO or a device" in said.complaint
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("text", ["[[[", "- 3", "- '[[['", "", "a: 3", "3", "- \udcff"])
 @pytest.mark.parametrize("name", ["config", "overrides"])
 def test_damaged_files_of_a_run_are_one_line_that_names_them(

@@ -105,6 +105,7 @@ def test_a_run_leaves_its_course_whatever_its_loggers(command: Command, strategy
     assert all(loss > 0 for loss in course.points("samples", "train_loss")[1])
 
 
+@pytest.mark.slow
 def test_the_loss_in_the_course_is_that_of_a_mini_batch_however_many_are_accumulated(
     command: Command,
 ) -> None:
@@ -124,6 +125,7 @@ def test_logger_and_callbacks_can_be_left_out(command: Command, option: str) -> 
     assert summary("here")["exit"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     by_default(
@@ -136,6 +138,7 @@ def test_the_trainers_switches_turn_our_callbacks_off(command: Command, option: 
     assert (summary("here")["checkpoint"] is None) == ("checkpointing" in option)
 
 
+@pytest.mark.slow
 def test_without_a_test_there_is_no_metric_of_it_and_nothing_has_failed(command: Command) -> None:
     result = command(*TINY, "task.metric=test/n", "test=false", "hydra.run.dir=here")
     assert (result.code, result.err) == (0, "")
@@ -167,6 +170,7 @@ def test_training_goes_on_from_a_checkpoint(command: Command, strategy: str) -> 
     assert summary("second")["checkpoint"].endswith("epoch=4-step=60.ckpt")
 
 
+@pytest.mark.slow
 def test_test_only_tests_the_checkpoint_and_trains_nothing(command: Command) -> None:
     command(*TINY, "hydra.run.dir=first")
     ckpt = summary("first")["checkpoint"]
@@ -180,6 +184,7 @@ def test_test_only_tests_the_checkpoint_and_trains_nothing(command: Command) -> 
     assert found["updates"] == 0
 
 
+@pytest.mark.slow
 def test_two_runs_of_the_same_second_have_their_own_directories(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_job_reports_hears_the_answer_and_trains_on_without_one(
     assert job.ask(3, 3.0) is False and not job.was_pruned()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     by_default([*PRUNED, *(f"{x} strategy.start_method=spawn" for x in PRUNED[:2])], "async"),
@@ -171,6 +172,7 @@ def test_a_job_is_pruned_under_every_strategy(
     assert summary("jobs/1")["exit"] == 0 and "test/n" not in summary("jobs/1")["metrics"]
 
 
+@pytest.mark.slow
 def test_the_values_come_without_a_pruner_too(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +255,7 @@ def test_two_trials_at_once_and_an_interrupt_ends_both(zygote: Zygote, command: 
 # ---- bad input -----------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
@@ -275,6 +278,7 @@ def test_what_cannot_be_searched_is_one_line_before_any_job(
     assert not Path("jobs").exists()
 
 
+@pytest.mark.slow
 def test_a_metric_that_no_job_returns_ends_the_search_after_the_first(command: Command) -> None:
     result = command(*SEARCH, LR, "task.metric=val/lost", "trainer.max_epochs=1", "logger=none")
     assert result.code == 2
@@ -282,6 +286,7 @@ def test_a_metric_that_no_job_returns_ends_the_search_after_the_first(command: C
     assert Path("jobs/0").exists() and not Path("jobs/1").exists()
 
 
+@pytest.mark.slow
 def test_an_end_with_an_error_ends_the_jobs_beside_it(zygote: Zygote) -> None:
     options = [*SEARCH, "model.sleep_s=0,1000", "hydra.sweeper.sampler=grid", "logger=none"]
     options += ["task.metric=val/lost", "hydra.launcher.at_once=2", "trainer.max_epochs=1"]

@@ -87,6 +87,7 @@ def test_bad_input_is_one_line_on_standard_error(
     assert text in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_without_a_task_nothing_of_lightning_is_imported() -> None:
     code = (
         "import sys; from hybridtrain.simulate import main; main(['mini_batches=50']); "
@@ -102,6 +103,7 @@ def test_without_a_task_nothing_of_lightning_is_imported() -> None:
     assert done.stdout.strip().endswith("set()"), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_experiment_says_how_it_is_to_be_simulated(tmp_path: Path) -> None:
     """The notebook's toy in its first minutes; and what is given counts more."""
     out = tmp_path / "out.json"

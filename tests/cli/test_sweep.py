@@ -50,6 +50,7 @@ def test_trap_16_a_sweep_over_devices_trains_every_sample_once_per_epoch(
     assert not Path("outputs").exists()
 
 
+@pytest.mark.slow
 def test_the_table_at_the_end_names_overrides_and_metric(command: Command) -> None:
     options = ["trainer.max_epochs=1,2", "task.metric=train/loss", "hydra.sweep.dir=jobs"]
     result = command(*TINY[:2], TINY[3], "-m", *options)  # flags may follow the overrides

@@ -71,6 +71,7 @@ def ended(command: Command) -> Command:
     return command
 
 
+@pytest.mark.slow
 def test_a_sweep_is_known_by_its_options_and_left_alone_while_it_runs(ended: Command) -> None:
     same_again = ["-m", *TINY[:2], "trainer.max_epochs=1", TINY[3], "model.fail_at=null,3"]
     new = "a new one begins"
@@ -109,6 +110,7 @@ def test_a_sweep_that_others_can_change_is_refused(command: Command) -> None:
     assert f"chmod o-w {path}" in command("-m", "resume=jobs").complaint
 
 
+@pytest.mark.slow
 def test_a_job_that_would_be_configured_otherwise_is_named(ended: Command) -> None:
     path = Path("sweeps/1/0/.hydra/config.yaml")
     path.write_text(path.read_text().replace("max_epochs: 1", "max_epochs: 7"))

@@ -156,6 +156,7 @@ def test_a_run_directory_executes_nothing_before_it_is_known_to_be_one(
 # ---- what names code -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_others_can_change_is_neither_resumed_nor_replayed(command: Command) -> None:
     assert command(*TINY, "trainer.devices=1", "strategy=hybrid", "hydra.run.dir=run").code == 0
     config, record = Path("run/.hydra/config.yaml"), find_record(Path("run"))

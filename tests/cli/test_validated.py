@@ -124,6 +124,7 @@ def test_a_sweep_compares_and_returns_it(command: Command, monkeypatch: pytest.M
     assert read_run(Path("jobs/1")).metrics["my_val"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     by_default(

@@ -120,6 +120,7 @@ def test_forces_only_move_workers_and_centre_towards_each_other() -> None:
     assert float((workers[2].steps.parameters[0] - workers[0].steps.parameters[0]).abs().max()) < 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rate", "alpha", "stable"),
     [

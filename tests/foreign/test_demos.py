@@ -50,6 +50,7 @@ def test_no_module_of_the_demos_is_forgotten() -> None:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel, DemoModel])
 def test_the_boring_modules_equal_one_process_on_the_union_of_the_batches(kind: Any) -> None:
     data = seeded(RandomDataset, 32, 64)
@@ -64,6 +65,7 @@ def test_the_boring_modules_equal_one_process_on_the_union_of_the_batches(kind: 
     assert losses.fell()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel])
 def test_the_boring_modules_own_loaders_and_steps_all_run(strategy: str, kind: Any) -> None:

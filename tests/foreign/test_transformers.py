@@ -148,6 +148,7 @@ def test_what_was_tied_stays_tied(tmp_path: Any) -> None:
     assert apart(again, model) == 0.0
 
 
+@pytest.mark.slow
 def test_a_transformer_trains_asynchronously_and_is_replayed_to_the_bit(tmp_path: Any) -> None:
     """Who comes when differs from run to run, so a loss says little; the replay is exact."""
     module, copy = seeded(lambda: Wrapped(bert())), seeded(lambda: Wrapped(bert()))

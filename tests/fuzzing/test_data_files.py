@@ -147,6 +147,7 @@ KINDS: dict[str, tuple[Reads, Reads]] = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "n", [100, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
@@ -166,6 +167,7 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(name: str, n: int, tmp_pa
     assert not found, f"{dict(ends)}\n" + "\n".join(found[:3])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_no_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
     _, read = KINDS[name]

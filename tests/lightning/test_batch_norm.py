@@ -70,6 +70,7 @@ def test_statistics_and_gradients_are_those_of_the_union(kind: str, workers: int
     assert (flat(alone) - flat(one)).abs().max() > 1e-5, "it matters here"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", by_default([2, 3], 3))
 @pytest.mark.parametrize("n", by_default([43, 37, 25], 25))
 def test_uneven_shares_and_empty_ones_count_by_their_samples(n: int, workers: int) -> None:
@@ -79,6 +80,7 @@ def test_uneven_shares_and_empty_ones_count_by_their_samples(n: int, workers: in
     compare(one, many)
 
 
+@pytest.mark.slow
 def test_layers_that_the_user_has_converted_need_no_flag_and_no_gpu() -> None:
     one, _ = train(1, 12, kind="2d")
     many, _ = train(2, 12, kind="converted", sync_batchnorm=False)

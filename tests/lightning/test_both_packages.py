@@ -151,6 +151,7 @@ def test_spawned_workers_are_told_though_the_environment_was_put_back(
     assert os.environ["HYBRIDTRAIN_SPAWNED_LIGHTNING"] == used
 
 
+@pytest.mark.slow
 def test_a_mixture_of_both_packages_is_one_line() -> None:
     done = python(MIXTURES)
     said = done.stdout.strip().splitlines()
@@ -218,6 +219,7 @@ def test_the_command_line_takes_the_package_of_the_users_module(tmp_path: Path) 
     assert json.loads((tmp_path / "again" / "summary.json").read_text())["updates"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     ["accumulation and hybrid-3", pytest.param("hybrid", marks=pytest.mark.slow)],

@@ -18,6 +18,7 @@ def test_the_page_has_all_strategies() -> None:
     assert put(page, {}) == page and table(written(page))[2].count("|") == 10
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("strategy", "part"),
     but_slow(

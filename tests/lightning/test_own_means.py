@@ -26,6 +26,7 @@ class Alone(Regression):
         self.log("val/first", batch[1].mean(), rank_zero_only=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_is_logged_on_epoch_level_without_sync_dist_is_named_once(
     workers: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

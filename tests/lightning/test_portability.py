@@ -199,6 +199,7 @@ def test_it_holds_what_one_process_would_have_written_and_one_key_more(
             assert_same(ours["callbacks"][name][key], state[key], 1e-4, f"{name}[{key}]")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", by_default(KINDS, Two))
 @pytest.mark.parametrize(
     ("first", "second"), [("hybrid", "one"), ("one", "hybrid"), ("hybrid", "hybrid2")]
@@ -231,6 +232,7 @@ def test_to_ddp_and_back(kind: Any, tmp_path: Path) -> None:
         assert_same(load(tmp_path / "c")[part], theirs[part], 1e-4, part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", by_default(KINDS, Cycle))
 @pytest.mark.parametrize(
     "precision", by_default(["32-true", "bf16-mixed", "bf16-true"], "bf16-true")
@@ -252,6 +254,7 @@ def test_with_the_same_workers_it_goes_on_to_the_bit(
     assert {tensor.dtype for tensor in ours["state_dict"].values()} == {expected}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", by_default(KINDS, Plateau))
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 def test_the_caller_too_can_write_a_checkpoint_after_training(
@@ -335,6 +338,7 @@ PLAIN = """
 """
 
 
+@pytest.mark.slow
 def test_plain_torch_goes_on_without_us_and_without_lightning(tmp_path: Path) -> None:
     run("hybrid", Cycle, tmp_path, 2)
     script, out = tmp_path / "plain.py", tmp_path / "plain.pt"
@@ -370,6 +374,7 @@ class Wide(Regression):
         return super().training_step(batch, batch_idx) + far + turned
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
 def test_views_of_shared_memory_do_not_blow_up_the_file(make: Any, tmp_path: Path) -> None:
     module = lambda: Wide_of(make)  # noqa: E731

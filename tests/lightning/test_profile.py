@@ -69,6 +69,7 @@ def test_in_lock_step_the_others_wait_for_a_straggler(
     assert "worker 1" in printed and "timeline.json shows every step" in printed
 
 
+@pytest.mark.slow
 def test_the_exchange_of_free_running_workers_shows_though_nobody_counts_it(tmp_path: Path) -> None:
     strategy = hybridtrain.HybridStrategy("async", record=tmp_path / "record")
     fit(strategy, 2, 4, profiler=StepProfiler(tmp_path / "profile", quiet=True))
@@ -92,6 +93,7 @@ def test_without_a_lock_updates_are_the_workers_own(tmp_path: Path) -> None:
     assert sum(spans(worker).get("own step", 0) for worker in found["workers"].values()) >= 30
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ssp", "synchronous"])
 def test_other_policies_and_a_single_worker(strategy: str, tmp_path: Path) -> None:
     fit(
@@ -148,6 +150,7 @@ class Breaking(Regression):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "error", "known"),
     [

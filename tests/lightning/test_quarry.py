@@ -119,6 +119,7 @@ class Plan(Regression):
         self.log("cba", max(6.0 - self.current_epoch, 2.0), sync_dist=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stoppers", "stopped"),
     [

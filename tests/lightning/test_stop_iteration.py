@@ -45,6 +45,7 @@ def fit(module: pl.LightningModule, strategy: HybridStrategy) -> pl.Trainer:
     return trainer
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", HOOKS)
 def test_the_line_is_named(where: str) -> None:
     with pytest.raises(RuntimeError, match=r"StopIteration.*test_stop_iteration.py.*of the user"):
@@ -137,6 +138,7 @@ def run(use: str, policy: str, workers: int, loader: DataLoader[Any]) -> None:
         getattr(trainer, use)(Predicting(), loader)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "use", "policy", "loaders"),
     [

@@ -29,6 +29,7 @@ from tests.lightning.toys import (
 from tests.picking import by_default
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 @pytest.mark.parametrize(
     ("n", "workers"), by_default([(48, 2), (37, 3), (5, 4), (2, 3), (1, 2)], (37, 3), (2, 3))
@@ -40,6 +41,7 @@ def test_every_sample_is_used_exactly_once_per_epoch(strategy: str, n: int, work
     assert stats["workers"] == workers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 def test_the_data_set_is_asked_for_each_sample_once_per_epoch(strategy: str) -> None:
     data = Recorder(regression_data(48))
@@ -137,6 +139,7 @@ class Counting(Regression):
     test_step = validation_step
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "hybrid"))
 @pytest.mark.parametrize("n", [40, 41, 7])
 def test_evaluation_counts_every_sample_exactly_once(strategy: str, n: int) -> None:

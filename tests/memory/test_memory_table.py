@@ -70,6 +70,7 @@ def test_the_table_has_every_strategy_there_is() -> None:
     assert table().keys() == names - {"ddp"} - own == POLICIES.keys()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name",
     by_default(POLICIES, "hybrid", "async", "backup", "k_batch_async", "hogwild", "synchronous"),

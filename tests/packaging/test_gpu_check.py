@@ -35,6 +35,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 # ---- as a whole ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @no_gpu
 def test_without_a_gpu_it_says_so_and_runs_nothing(complete: Path) -> None:
     executable(complete / "bin" / "python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
@@ -220,6 +221,7 @@ def test_what_nvidia_smi_says_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.text.startswith("2 GPU (0, NVIDIA H100 80GB), ")
 
 
+@pytest.mark.slow
 def test_private_names_are_found_and_missed(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "import torch\nfrom torch.optim.optimizer import _such\nfrom torch.utils._pytree import x\n"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ def navigated(value: object) -> list[str]:
     raise AssertionError(value)
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_has_every_page_once(tmp_path: Path) -> None:
     site = tmp_path / "site"
     done = subprocess.run(

@@ -42,6 +42,7 @@ def test_repeated_examples_have_the_same_objective() -> None:
     assert thrice == pytest.approx(once - size / 50 + size / 150)
 
 
+@pytest.mark.slow
 def test_bare_processes_with_and_without_a_lock_come_to_the_same_objective() -> None:
     pytest.importorskip("numba", reason="compiled steps need the extra `sparse`")
     made = planted_examples(120, 200, seed=0)

@@ -12,6 +12,7 @@ from hybridtrain.errors import UserError
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
 
 
+@pytest.mark.slow
 @linux
 def test_what_a_worker_does_is_all_of_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     rows = step_costs.trained("hybrid", 2, 0.0, samples=False, profiled=False)

@@ -61,6 +61,7 @@ def reference(case: Case, workers: int) -> Job:
 
 
 # Not ``case``, ``strategy``, ``workers``: those are started in advance, elsewhere.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("what", "under", "n_workers"), _runs())
 def test_workers_on_a_device_give_what_the_reference_gives(
     harness: Harness, what: Case, under: str, n_workers: int

@@ -180,6 +180,7 @@ def test_trap_15_fit_twice_on_one_trainer(harness: Harness) -> None:
     check(harness, "loops/fit twice on one trainer")
 
 
+@pytest.mark.slow
 def test_trap_18_a_compiled_module_is_compiled_inside(harness: Harness) -> None:
     check(harness, "modules/torch.compile, aot_eager")
 

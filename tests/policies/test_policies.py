@@ -226,6 +226,7 @@ MANY: dict[str, Callable[[int], Policy]] = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", MANY)
 @settings(max_examples=100, deadline=None)
 @given(n_workers=st.integers(1, 5), choices=CHOICES)
@@ -262,6 +263,7 @@ SAME: dict[str, tuple[Callable[[int], Policy], Callable[[int], Policy]]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SAME)
 @settings(max_examples=100, deadline=None)
 @given(n_workers=st.integers(1, 5), choices=CHOICES)

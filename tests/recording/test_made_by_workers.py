@@ -40,6 +40,7 @@ def share_made(record: Record) -> float:
     return float(record.of_kind("Push")["made"].mean())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("policy", "case"),
     by_default(
@@ -58,6 +59,7 @@ def test_they_are_replayed_to_the_bit(tmp_path: Path, policy: str, case: str) ->
     assert pushes["samples"].sum() == stats["samples"] + late
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "what"),
     by_default([*product(POLICIES, UNUSUAL)], ("hybrid", "momentum"), ("async", "writes")),
@@ -70,6 +72,7 @@ def test_what_is_unusual_the_server_does_again(tmp_path: Path, policy: str, what
     assert 0 < share_made(record) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", by_default(POLICIES, "async"))
 def test_the_log_may_be_shorter_than_the_run(
     tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +94,7 @@ class Late(pl.Callback):
             time.sleep(0.3)
 
 
+@pytest.mark.slow
 def test_rounds_that_were_called_off_are_replayed(tmp_path: Path) -> None:
     run = run_of(tmp_path, "hybrid", callbacks=[Late()])
     record = run.record()
@@ -109,6 +113,7 @@ class Reads(pl.Callback):
             trainer.strategy.run_stats()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "where"),
     by_default([*product(POLICIES, ["run", "replay"])], ("hybrid", "run"), ("async", "replay")),
@@ -118,6 +123,7 @@ def test_statistics_may_be_read_at_any_time(tmp_path: Path, policy: str, where: 
     check_equal(run, run.record())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "on_failure"),
     by_default(
@@ -133,6 +139,7 @@ def test_a_run_that_was_prepared_for_losses_is_replayed(
     check_equal(run, run.record())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_push_has_the_time_that_its_worker_has_computed(tmp_path: Path, policy: str) -> None:
     class Slow(Regression):
@@ -151,6 +158,7 @@ def test_each_push_has_the_time_that_its_worker_has_computed(tmp_path: Path, pol
     assert all(each >= 0.03 for found in times.values() for each in found)
 
 
+@pytest.mark.slow
 def test_without_a_record_nothing_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def recorded(folder: Path, policy: Any = "async", **options: Any) -> Record:
     return read_record(find_record(folder))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
 def test_a_record_holds_every_push_in_its_order_with_its_time(tmp_path: Path, policy: str) -> None:
     record = recorded(tmp_path, policy)
@@ -57,6 +58,7 @@ def test_a_record_holds_every_push_in_its_order_with_its_time(tmp_path: Path, po
     assert record.whole and record.told["end"]["stats"]["samples"] == 3 * 48
 
 
+@pytest.mark.slow
 def test_an_event_takes_28_bytes_and_a_run_of_a_thousand_pushes_less_than_36_each(
     tmp_path: Path,
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_second_run_in_the_same_directory_leaves_the_first_ones_record(tmp_pat
     assert first.path.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_directory_may_have_a_dot_in_its_name_and_a_file_any_ending(tmp_path: Path) -> None:
     folder = tmp_path / "lr0.1"
     folder.mkdir()

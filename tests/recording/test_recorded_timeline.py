@@ -111,6 +111,7 @@ def test_an_older_record_does_not_say_when_updates_were_made(tmp_path: Path) -> 
     assert "the record does not say when updates were made" in text
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["hybrid", "async", {"name": "backup", "k": 1}, "hogwild"])
 def test_a_run_of_two_workers_is_drawn_as_it_was_counted(tmp_path: Path, policy: Any) -> None:
     fit(HybridStrategy(policy, record=tmp_path), 2, 4, max_epochs=1)

@@ -107,6 +107,7 @@ def check_equal(run: Run, record: Record) -> None:
     assert report.equal and run.differing() == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name",
     by_default(
@@ -125,6 +126,7 @@ def test_every_policy_is_replayed_whose_order_is_known(tmp_path: Path, name: str
     check_equal(run, run.record())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "exchange"),
     [
@@ -143,6 +145,7 @@ def test_workers_that_train_on_their_own_are_replayed(
         run.replay(record)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("workers", by_default([2, 4], 4))
 def test_a_replay_comes_to_the_same_bits(tmp_path: Path, policy: Any, workers: int) -> None:
@@ -222,6 +225,7 @@ class Noisy(Dataset[Any]):
         return x, x.sum(0, keepdim=True)
 
 
+@pytest.mark.slow
 def test_random_augmentation_in_processes_of_the_loader_is_replayed(tmp_path: Path) -> None:
     run = Run(tmp_path, data=Noisy, loader={"num_workers": 2}, trainer={"max_epochs": 2})
     check_equal(run, run.record())
@@ -390,6 +394,7 @@ def test_one_flipped_bit_is_named_at_its_event(
     assert "other bits" in report.parted and report.events == pushes[4]
 
 
+@pytest.mark.slow
 def test_another_seed_is_named_before_the_first_update(tmp_path: Path) -> None:
     run = Run(tmp_path)
     record = run.record()
@@ -468,6 +473,7 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
 # ---- one process --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_replay_starts_no_process_and_leaves_this_one_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

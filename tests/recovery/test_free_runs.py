@@ -14,6 +14,7 @@ def walk(policy: str, seeds: range) -> None:
         FreeRun(random.Random(f"{policy} {seed}"), policy).run()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_whoever_is_lost_the_others_do_all_that_is_left(policy: str) -> None:
     walk(policy, range(20))

@@ -95,6 +95,7 @@ def test_with_two_workers_the_slow_one_is_not_given_up(tmp_path: Path) -> None:
     assert found.factor > 1.5
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("run", "changed"),
     [

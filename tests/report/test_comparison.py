@@ -114,6 +114,7 @@ def test_the_page_needs_nothing_but_itself_and_its_links_lead_to_the_runs(tmp_pa
     assert outside and all((tmp_path / unquote(x)).exists() for x in outside)
 
 
+@pytest.mark.slow
 def test_what_a_configuration_says_is_shown_and_does_nothing(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>$x_1$'
     course(leave(tmp_path / "0", f"model.name={evil}", task=evil, error=evil, exit=1), 0.5)
@@ -172,6 +173,7 @@ def test_fifty_runs_share_the_colours_of_what_they_have_in_common(tmp_path: Path
     assert seen.tags.count("tr") == 1 + 50 + 1 + 50, "results and settings, a row for each run"
 
 
+@pytest.mark.slow
 def test_nine_runs_with_nothing_in_common_leave_the_last_in_grey(tmp_path: Path) -> None:
     for i in range(9):
         course(leave(tmp_path / str(i), f"model.lr={i}"), 0.5, 0.6)
@@ -247,6 +249,7 @@ def test_bad_input_is_one_line(
     assert out == "" and len(err.splitlines()) == 1 and fragment in err
 
 
+@pytest.mark.slow
 def test_several_folders_are_compared_in_the_working_directory_or_where_one_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

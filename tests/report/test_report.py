@@ -80,6 +80,7 @@ def test_lines_differ_in_colour_and_dashes_and_the_ninth_is_one_of_the_rest() ->
     assert [x.rest for x in looks] == [False] * 8 + [True]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("values", [[1.0, 3.0, 0.001], [1.0, 2.0, 6.0], [30.0, 31.0, 32.0]])
 def test_logarithmic_axes_have_plain_numbers(values: list[float]) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")

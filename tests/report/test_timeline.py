@@ -103,6 +103,7 @@ def test_a_picture_is_whole_for_light_and_dark_pages_and_the_same_each_time(stra
     assert ("dropped: does not count" in said) is (strategy == "backup")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("workers", "shown"), [(1, 1), (4, 4), (1000, FEWER_ROWS)])
 def test_a_picture_says_how_many_of_how_many_workers_it_shows(workers: int, shown: int) -> None:
     slow = ["compute=lognormal", "slower.0=9", "mini_batches=9000"]

@@ -105,6 +105,7 @@ def test_an_update_that_begins_early_is_the_same() -> None:
     assert_same(early, plain)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("here", [0, SIZE // 2, SIZE + 64])
 @pytest.mark.parametrize("step", [0, 2])
 def test_it_is_undone_if_anything_else_happens(step: int, here: int) -> None:

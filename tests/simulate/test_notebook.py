@@ -135,6 +135,7 @@ def ours(seconds: Sequence[float], window: float, rounds: int) -> Schedule:
     return Schedule(policy.arrivals, world.server.statistics.ages, visits)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("seconds", "window"),
     [

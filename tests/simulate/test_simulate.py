@@ -93,6 +93,7 @@ def test_ten_thousand_workers_are_no_trouble(size: str) -> None:
     assert (row.updates, row.samples) == (2, 2 * 10_000 * 32)
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -161,6 +162,7 @@ def test_the_module_runs_as_a_command() -> None:
     assert done.returncode == 0 and "strategy=hybrid,async" in done.stdout
 
 
+@pytest.mark.slow
 def test_strategies_whose_workers_train_on_their_own_stand_beside_the_others() -> None:
     arguments = ["strategy=hybrid,local_sgd:every=4,diloco:every=4", "task=digits", "workers=2"]
     plan, _ = parse([*arguments, "mini_batches=41"])  # of an epoch of 48

@@ -99,6 +99,7 @@ class Net(nn.Module):
         return self.out(hidden).transpose(1, 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", [HERE, THERE])
 def test_a_net_computes_there_what_it_computes_here(where: torch.device) -> None:
     torch.manual_seed(0)
@@ -250,12 +251,14 @@ def test_what_was_freed_is_garbage_to_a_stream_that_was_not_recorded(locked: tor
     assert locked.isnan().all()
 
 
+@pytest.mark.slow
 def test_and_who_gets_the_memory_next_races_with_it(locked: torch.Tensor) -> None:
     for _ in on_its_way(locked, record=False):
         with pytest.raises(Race):
             torch.zeros(4, device=HERE)
 
 
+@pytest.mark.slow
 def test_what_was_recorded_is_kept_until_the_stream_is_done(locked: torch.Tensor) -> None:
     for _ in on_its_way(locked, record=True):
         torch.zeros(4, device=HERE)

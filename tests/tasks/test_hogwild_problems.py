@@ -60,6 +60,7 @@ def known(name: str, **options: Any) -> tuple[Any, Any]:
     return module, data.train_dataloader().dataset
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_compiled_step_is_torchs_step_on_the_loss_of_one_example(name: str) -> None:
     pytest.importorskip("numba", reason="compiled steps need the extra `sparse`")
@@ -87,6 +88,7 @@ def test_a_compiled_step_is_torchs_step_on_the_loss_of_one_example(name: str) ->
     assert all(moved)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_one_worker_without_a_lock_is_plain_training_to_the_bit(name: str) -> None:
     pytest.importorskip("numba", reason="compiled steps need the extra `sparse`")

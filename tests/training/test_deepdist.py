@@ -34,6 +34,7 @@ def difference(model: Arrays, rows: list[float]) -> Arrays:
     return {"w": model["w"] - before}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"min_updates": 3}, {"max_updates": 1}])
 def test_additive_updates_come_to_the_sum_of_all(options: Any) -> None:
     with DeepDist({"w": np.ones(3)}, workers=2, **options) as dd:
@@ -167,6 +168,7 @@ def test_the_partition_of_a_lost_worker_counts_once() -> None:
     assert model["w"].tolist() == [210.0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("gradient", "said"),
     [

@@ -126,6 +126,7 @@ def is_whole(model: Arrays, epochs: int = 1, without: int = 0) -> None:
     assert model["t"].sum() == 2 * epochs * (60 - bool(without)) and model["unused"] == 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", [{}, {"min_updates": 4}, {"max_updates": 1}])
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("size", [None, 4])
@@ -136,6 +137,7 @@ def test_each_partition_counts_once_an_epoch(options: Any, twice: bool, size: in
     assert dd.stats()["samples"] == 120
 
 
+@pytest.mark.slow
 def test_an_update_of_many_counts_once_where_tasks_race() -> None:
     with DeepDist(parameters(), workers=4) as dd:
         dd.train(RDD([*range(60)], 5, twice=True), one_by_one, add, partition_size=6)
@@ -160,6 +162,7 @@ def test_an_attempt_goes_on_behind_what_has_counted() -> None:
     assert not fails and len(computed) < 72, "whole portions are not computed again"
 
 
+@pytest.mark.slow
 def test_optimizers_step_where_there_is_no_descent() -> None:
     model = torch.nn.Linear(2, 1)
     before = model.weight.detach().clone()
@@ -176,6 +179,7 @@ def test_optimizers_step_where_there_is_no_descent() -> None:
 # ---- bad input ----------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("update", "said"),
     [

@@ -59,6 +59,7 @@ def test_the_smallest_program_of_the_page_is_15_lines_and_learns(
     assert [abs(float(number)) for number in printed] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("strategy", EVERY)
 def test_each_strategy_uses_each_sample_once_an_epoch(strategy: str) -> None:
     model = weights()
@@ -104,6 +105,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "workers"), [("hybrid", 2), ("synchronous", 2), ("local_sgd", 2), ("async", 1)]
 )
@@ -193,6 +195,7 @@ def test_none_abstains() -> None:
     assert model["w"].tolist() == [-1.0] * 4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["k_batch_async", "softsync", "async", "hybrid"])
 def test_a_sum_counts_what_is_put_aside(policy: str) -> None:
     array = np.zeros(2)
@@ -250,6 +253,7 @@ def go_on_for_ever(worker: Worker) -> None:
         worker.push(np.ones(1, "f4") * len(rows))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_and_leaves_what_was_trained(
@@ -272,6 +276,7 @@ def test_a_signal_ends_the_run_and_leaves_what_was_trained(
 # ---- saved runs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["hybrid", "async", "hogwild", "k_batch_async"])
 def test_a_run_goes_on_from_a_file_as_from_the_run_before(strategy: str, tmp_path: Path) -> None:
     plan = {"workers": 1, "data": len(X), "batch_size": 8}
@@ -293,6 +298,7 @@ def save_midway(worker: Worker, path: Path) -> None:
             worker.save(path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["hybrid", "async", "ssp", "local_sgd", "downpour"])
 def test_a_worker_saves_what_the_masters_are(strategy: str, tmp_path: Path) -> None:
     optimizer = {"name": "sgd", "lr": 1.0, "momentum": 0.5}
@@ -329,6 +335,7 @@ def test_files_that_are_no_saved_run_of_the_model_are_refused(tmp_path: Path) ->
         server.save(tmp_path / "garbage.pt" / "run.pt")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "workers"), [("async", 1), ("hybrid", 2)])
 def test_runs_go_on_with_the_epochs_that_are_done(
     strategy: str, workers: int, tmp_path: Path
@@ -444,6 +451,7 @@ def test_a_lost_worker_ends_the_run_if_nothing_else_is_said(tmp_path: Path) -> N
         Server(weights(), optimizer=SGD).run(body, workers=2, data=len(X), batch_size=8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["hybrid", "async", "ssp", "downpour"])
 def test_a_recorded_run_is_replayed_to_the_bit(strategy: str, tmp_path: Path) -> None:
     record, run = tmp_path / "record.bin", {"batch_size": 8, "epochs": 2}
@@ -525,6 +533,7 @@ def test_bad_input_is_refused_before_a_process_starts(made: Any, said: str) -> N
         made()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("gradients", "said"),
     [

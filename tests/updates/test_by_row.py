@@ -172,6 +172,7 @@ def test_rows_are_added_up_in_the_order_of_the_workers() -> None:
 # ---- momentum -----------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MOMENTUM)
 def test_rows_glide_as_under_dense_momentum_and_only_those_in_motion_are_moved(name: str) -> None:
     """300 steps: most rows come to rest several times, and are touched again."""

@@ -349,6 +349,7 @@ def test_many_threads_get_longer_chunks_as_long_as_there_are_two_for_each(
 # ---- how far it has come -------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("clip", [None, Clip("norm", 0.1), Clip("value", 0.1)])
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_telling_how_far_it_has_come_changes_no_bit(lanes: int, clip: Clip | None) -> None:

@@ -206,6 +206,7 @@ class Linear(pl.LightningModule):
         return self.make(self.parameters())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["hybrid", "async", "hogwild", "local_sgd"])
 def test_a_validation_and_the_end_see_momentum_that_was_put_off(
     strategy: str, tmp_path: Path

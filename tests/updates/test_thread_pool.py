@@ -102,6 +102,7 @@ def test_after_an_error_nothing_more_is_begun_and_the_pool_goes_on() -> None:
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_forgotten_pool_takes_its_threads_along() -> None:
     pool = Pool(3)
     pool.map(lambda lane, task: task, range(6))

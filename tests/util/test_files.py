@@ -135,6 +135,7 @@ def test_a_whole_checkpoint_has_no_fault_and_one_cut_short_has(tmp_path: Path) -
     assert fault_of(tmp_path) is not None
 
 
+@pytest.mark.slow
 def test_every_byte_that_has_changed_is_noticed_or_changes_nothing(tmp_path: Path) -> None:
     """``torch.load`` would load some of these without a word, with other weights."""
     path = tmp_path / "a.ckpt"

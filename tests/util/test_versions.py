@@ -106,12 +106,14 @@ def output(code: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_private_name_that_is_missing_is_named_with_the_version() -> None:
     said = output(TAKEN_AWAY)
     assert said.startswith("pytorch-lightning 2.6")
     assert "cannot import name '_GlobalStateSnapshot'" in said and said.count("\n") == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stand_in", "then", "line"),
     [

@@ -185,6 +185,7 @@ def as_it_should_be(kind: type[nn.Module], sources: list[torch.Tensor]) -> torch
     return net(X.to(HERE))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", NETS)
 @pytest.mark.parametrize("seed", by_default(SEEDS, SEEDS[0]))
 def test_forward_waits_for_all_copies(kind: type[nn.Module], seed: int) -> None:
@@ -208,6 +209,7 @@ READERS: list[Callable[[nn.Linear], Any]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("read", READERS)
 def test_whoever_reads_a_parameter_between_steps_waits_for_it(
     read: Callable[[nn.Linear], Any],
@@ -401,6 +403,7 @@ def test_where_memory_cannot_be_page_locked_it_is_said_and_works_all_the_same() 
 # ---- a worker's steps ---------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("seed", by_default(SEEDS, SEEDS[0]))
 def test_many_steps_equal_those_of_one_process(seed: int, set_to_none: bool) -> None:

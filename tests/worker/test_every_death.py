@@ -50,6 +50,7 @@ def judge(model: Model) -> None:
         assert int(saved.parameters[0]["step"]) == updates
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_dies_at_any_write_loses_nothing_and_counts_nothing_twice(policy: str) -> None:
     judge(alive := tried(Plan(policy)))

@@ -97,6 +97,7 @@ def expected(net: Net, numbers: list[int] = TRAINED) -> list[torch.Tensor]:
 USED = [n for n in TRAINED if n not in SPARE]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", KINDS)
 def test_gradients_arrive_in_the_row_dense_and_in_shape(make: Make) -> None:
     net, store, exchange = set_up(make)
@@ -106,6 +107,7 @@ def test_gradients_arrive_in_the_row_dense_and_in_shape(make: Make) -> None:
     assert store.gradient(0, store.layout.slots[0]).count_nonzero() == 0, "nobody else's row"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", KINDS)
 def test_what_may_stay_sparse_comes_packed_and_accumulated(make: Make) -> None:
     net, store, exchange = set_up(make)
@@ -129,6 +131,7 @@ def test_what_may_stay_sparse_comes_packed_and_accumulated(make: Make) -> None:
     assert all(map(torch.equal, rows(store), expected(net)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", KINDS)
 def test_what_has_no_gradient_is_reported_and_its_place_left_alone(make: Make) -> None:
     net, store, exchange = set_up(make)
@@ -142,6 +145,7 @@ def test_what_has_no_gradient_is_reported_and_its_place_left_alone(make: Make) -
     assert all(map(torch.equal, rows(store, USED), expected(net, USED)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", KINDS)
 def test_accumulated_gradients_arrive_as_their_sum(make: Make) -> None:
     net, store, exchange = set_up(make)
@@ -152,6 +156,7 @@ def test_accumulated_gradients_arrive_as_their_sum(make: Make) -> None:
     assert all(map(torch.equal, rows(store), expected(net)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", KINDS)
 def test_step_after_step_the_row_holds_the_latest(make: Make) -> None:
     net, store, exchange = set_up(make)
@@ -162,6 +167,7 @@ def test_step_after_step_the_row_holds_the_latest(make: Make) -> None:
         assert all(map(torch.equal, rows(store, USED), expected(net, USED)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", KINDS)
 def test_a_gradient_given_up_does_not_come_back(make: Make) -> None:
     net, store, exchange = set_up(make)
@@ -213,6 +219,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().numpy().tobytes()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("make", [host(True), cuda(True)])
 def test_what_user_code_writes_to_parameters_is_told_unless_they_do_not_follow(

@@ -360,6 +360,7 @@ def chances(seed: int, workers: int) -> Script:
     return Script(tuple(events))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_whatever_happens_to_workers_a_run_goes_on_while_somebody_is_left(policy: Any) -> None:
     for seed in range(15):

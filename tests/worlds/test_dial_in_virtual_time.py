@@ -97,6 +97,7 @@ def trained(policy: Policy, n_workers: int, optimizer: Any, updates: int = 42) -
     return made.parameters()[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
 @pytest.mark.parametrize(
     "policy",
@@ -148,6 +149,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("interrupt", by_default([False, True], True))
 @pytest.mark.parametrize("name", POLICIES)
 def test_updates_are_conserved_and_every_sample_counts_once_an_epoch(

@@ -51,6 +51,7 @@ CHILDREN: list[tuple[Callable[[Client], None], int, str]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("child", "status", "said"), CHILDREN)
 def test_a_child_ends_by_itself_and_the_worker_goes_on(
     capfd: pytest.CaptureFixture[str], child: Callable[[Client], None], status: int, said: str

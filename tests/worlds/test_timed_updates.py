@@ -92,6 +92,7 @@ POLICIES += [{"name": "k_async", "k": 2}, {"name": "k_batch_sync", "k": 2}]
 POLICIES += [{"name": "backup", "k": "auto"}, {"name": "softsync", "n": 2}, "synchronous"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("given", POLICIES, ids=str)
 def test_workers_that_die_and_come_back_meanwhile_neither_hang_nor_count_twice(given: Any) -> None:
     times = ServiceTimes("exponential")

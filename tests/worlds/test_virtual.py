@@ -35,6 +35,7 @@ def timed(policy: Policy, workers: int, updates: int, times: ServiceTimes = EXPO
 # ---- time only ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", by_default([2, 8, 32], 8))
 def test_waiting_for_all_takes_as_long_as_the_slowest(workers: int) -> None:
     """Dutta et al. 2018: E[T] = H_P for exponential service times of mean 1."""
@@ -47,6 +48,7 @@ def test_waiting_for_all_takes_as_long_as_the_slowest(workers: int) -> None:
     assert waiting == pytest.approx(1 - 1 / harmonic(workers), abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", by_default([2, 8, 32], 8))
 def test_never_waiting_is_as_fast_as_all_together_and_p_minus_1_updates_stale(
     workers: int,
@@ -77,6 +79,7 @@ def test_a_straggler_holds_up_those_who_wait_and_nobody_else() -> None:
     assert 1000 / free.now_s == pytest.approx(3 + 1 / 3, rel=0.01)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(kind: str) -> None:
     def run(seed: int) -> tuple[float, dict[int, int]]:

@@ -78,6 +78,7 @@ def test_gradients_in_shared_memory_move_parameters_in_shared_memory(policy: Any
     assert world(2).run(bodies.descend) == [w.tolist()] * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method", by_default(["fork", "spawn", "forkserver"], "fork", "forkserver")
 )
@@ -132,6 +133,7 @@ def test_a_workers_exception_appears_with_its_type_number_and_traceback() -> Non
     assert "ZeroDivisionError: division by zero" in note
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -230,6 +232,7 @@ def test_the_first_failure_is_the_one_reported() -> None:
         world(2).run(body)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sent_to_a_spawned_worker_starts_none() -> None:
     before = traces()
     with pytest.raises((AttributeError, TypeError, OSError), match=r"pickle|local"):
@@ -243,6 +246,7 @@ def test_what_cannot_be_sent_to_a_spawned_worker_starts_none() -> None:
 # ---- nothing is left behind ---------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "body",
     [bodies.descend, partial(bodies.fail, kind="zero"), bodies.die],

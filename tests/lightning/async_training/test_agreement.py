@@ -85,6 +85,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "on_failure", "late", "how"), but_slow(CASES, lambda _, number: number % 17 > 0)
 )
@@ -174,6 +175,7 @@ STOPS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "on_failure", "who", "validation"),
     but_slow(STOPS, lambda _, number: number % 29 > 0),

@@ -94,6 +94,7 @@ TIMES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", by_default([2, 3], 2))
 @pytest.mark.parametrize(
     ("strategy", "where"),
@@ -219,6 +220,7 @@ class Scheduled(ByHand):
         return optimizers, [{"scheduler": schedule, "interval": "step"}]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "schedule"),

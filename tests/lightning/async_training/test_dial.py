@@ -86,6 +86,7 @@ def test_synchronous_equals_one_worker_to_the_bit(workers: int, accumulate: int)
     assert sum(samples > 0 for samples in stats["samples_per_worker"]) == workers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "policy",
     by_default(
@@ -199,6 +200,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("accumulate", by_default([1, 2], 2))
 @pytest.mark.parametrize("name", by_default(POLICIES, *[*POLICIES][::2]))
 def test_updates_are_conserved_and_every_sample_counts_once_an_epoch(
@@ -276,6 +278,7 @@ def test_schedules_in_steps_count_updates_whatever_is_held_or_dropped() -> None:
     assert rates == pytest.approx([0.02] * 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", by_default(POLICIES, "hybrid", "backup in time", "k_batch_async"))
 def test_a_run_that_goes_on_in_mid_epoch_does_what_is_left_and_nothing_twice(
     name: str, tmp_path: Path

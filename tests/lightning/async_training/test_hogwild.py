@@ -202,6 +202,7 @@ def halving(optimizer: Any) -> Any:
     return {"scheduler": OPTIM.lr_scheduler.StepLR(optimizer, 5, 0.5), "interval": "step"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -275,6 +276,7 @@ class Disjoint(pl.LightningModule):
         return self.make(self.parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["momentum", "adam", "adagrad"])
 def test_two_workers_on_parameters_of_their_own_are_two_single_runs(
     name: str, tmp_path: Path
@@ -359,6 +361,7 @@ class Embedded(pl.LightningModule):
         return self.make(self.parameters())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam", "Adam"])
 def test_sparse_gradients_are_stepped_as_they_are(
     name: str, steps_of_workers: torch.Tensor
@@ -541,6 +544,7 @@ class Counting(torch.optim.SGD):
         return loss
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -78,6 +78,7 @@ def fitted(name: str, workers: int, folder: Path, module: Any, **options: Any) -
     return [[tuple(map(float, line.split())) for line in lines] for lines in found]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
 @pytest.mark.parametrize("name", by_default(SCHEMES, "async_diloco", "easgd", "downpour", "diloco"))
 @pytest.mark.parametrize(("frequency", "accumulated"), by_default([(1, 1), (1, 2), (3, 1)], (1, 1)))

@@ -53,6 +53,7 @@ def made(monkeypatch: Any) -> Counter[bool]:
     return seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", by_default(ALONE, "Adam", "schedule", "accumulated"))
 def test_the_bits_of_one_worker_are_those_of_the_server(case: str, made: Counter[bool]) -> None:
     mine = trained(**use_async(ALONE[case]))
@@ -140,6 +141,7 @@ class Everywhere(Count):
         return torch.optim.Adam(self.parameters(), lr=0.01, betas=(0.0, 0.0), eps=0.0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("last", by_default([1, 2, 3, 50, 299, 300, 301], 1, 50, 300, 301))
 def test_no_update_is_made_behind_the_last(last: int, made: Counter[bool], tmp_path: Path) -> None:
     module = Everywhere(1000, tmp_path)
@@ -205,6 +207,7 @@ def dies(patch: Any, when: str, flag: Path) -> None:
     patch.setattr(MadeSteps, "make", counted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "in the middle", "behind"])
 @pytest.mark.parametrize("on_failure", by_default(["restart", "continue"], "restart"))
 def test_who_is_killed_leaves_a_whole_update_or_none(

@@ -48,6 +48,7 @@ class Plateau(Regression):
         self.ends.append(self.trainer.global_step)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "workers", "frequency", "accumulated"), by_default(CELLS, *CHOSEN)
 )

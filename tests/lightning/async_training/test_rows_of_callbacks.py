@@ -82,6 +82,7 @@ def due(begins: Sequence[int]) -> list[int]:
     return [b for a, b in zip(before, begins, strict=True) if (b + 1) // EVERY > (a + 1) // EVERY]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("strategy", "workers", "kind"), by_default(strategies.cells(), *CHOSEN))
 def test_the_learning_rate_is_logged_at_every_multiple(
     strategy: str, workers: int, kind: str, tmp_path: Path
@@ -107,6 +108,7 @@ def test_the_learning_rate_is_logged_at_every_multiple(
     assert len(set(logged)) == len(logged)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", by_default(strategies.NAMES, "async", "easgd"))
 def test_one_worker_logs_as_one_device(strategy: str, tmp_path: Path) -> None:
     both = [Rows(tmp_path / name) for name in ("one", "device")]

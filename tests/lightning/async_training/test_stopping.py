@@ -40,6 +40,7 @@ def stopped(policy: Any, stops: Stops, **options: Any) -> tuple[pl.Trainer, Reco
     return trainer, data
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("stops", "steps"),
     [

@@ -143,6 +143,7 @@ class Stream(IterableDataset[Any]):
         return iter(torch.arange(240))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("accumulated", "stream"),
     by_default([(1, False), (2, False), (1, True)], (2, False), (1, True)),

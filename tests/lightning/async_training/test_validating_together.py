@@ -59,6 +59,7 @@ CASES = list(
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("policy", "max_steps", "late", "before_any", "n", "on_failure"),
     but_slow(CASES, lambda _, number: number % 40 > 0),
@@ -107,6 +108,7 @@ def test_an_epoch_that_the_module_cancels_is_not_validated(policy: str, on_failu
     assert module.validations == 2  # as under Lightning's own strategies
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("who", by_default([0, 1], 1))
 @pytest.mark.parametrize(
     ("policy", "on_failure"),

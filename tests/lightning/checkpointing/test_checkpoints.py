@@ -41,6 +41,7 @@ def saved(
     return folder / "last.ckpt"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", [ADAM, NESTEROV])
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 def test_a_checkpoint_has_the_form_that_torch_would_write(

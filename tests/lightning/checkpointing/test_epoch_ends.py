@@ -52,6 +52,7 @@ def waits(checkpoint: dict[str, Any]) -> list[int]:
     return [count for count in found if count is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", by_default([3, 6, 11], 11))
 def test_of_an_epoch_that_was_broken_off(at: int, tmp_path: Path) -> None:
     make = partial(Noisy, schedule=plateau("val/loss"))
@@ -142,6 +143,7 @@ BROKEN_OFF = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("who", "when", "how", "options"), but_slow(BROKEN_OFF, lambda _, number: number % 14 > 0)
 )
@@ -170,6 +172,7 @@ def test_of_an_epoch_whose_validation_was_broken_off(
     assert_same(resumed, whole)
 
 
+@pytest.mark.slow
 def test_a_step_that_was_under_way_as_a_validation_began_is_made_anew(tmp_path: Path) -> None:
     """What BatchNorm had seen of it is not seen twice."""
     settings = {"val_check_interval": 3, "accumulate_grad_batches": 2, "validation": 16}
@@ -270,6 +273,7 @@ def test_what_a_validation_said_is_known_until_the_next_one(tmp_path: Path) -> N
     assert train("resumed", tmp_path / "whole" / "epoch=0.ckpt") == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", by_default([0, 1], 0))
 def test_in_a_worker_that_comes_back(who: int, tmp_path: Path) -> None:
     def train(*callbacks: pl.Callback) -> pl.Trainer:

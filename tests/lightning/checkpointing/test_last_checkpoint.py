@@ -69,6 +69,7 @@ def saved(path: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "ways",
     by_default(
@@ -252,6 +253,7 @@ def test_who_has_not_counted_what_was_made_leaves_it_to_another(
     assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT + 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ways", [{0: "raise"}, {1: "raise"}, {0: "die"}])
 def test_a_callback_that_saves_on_failure_keeps_what_was_trained(
     ways: dict[int, str], tmp_path: Path

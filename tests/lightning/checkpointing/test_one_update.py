@@ -56,6 +56,7 @@ class Scheduled(Regression):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("strategy", "workers", "kind"), by_default(strategies.cells(), *CHOSEN))
 def test_what_a_checkpoint_is_named_and_what_it_holds_agree(
     strategy: str, workers: int, kind: str, tmp_path: Path

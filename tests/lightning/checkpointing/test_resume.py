@@ -179,6 +179,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     by_default(
@@ -440,6 +441,7 @@ class Interrupting(Callback):
             time.sleep(0.3)  # so that it arrives before the epoch ends
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
 @pytest.mark.parametrize("accumulate", by_default([1, 2], 2))
 def test_after_ctrl_c_each_sample_is_seen_once(

@@ -29,6 +29,7 @@ class LooksInEachStep(Regression):
         check_content(context._loaders.write(checkpoint, for_now=True), "a step", True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", by_default(FREE, "easgd", "async"))
 def test_no_count_is_below_zero(name: str, workers: int, tmp_path: Any) -> None:

@@ -170,6 +170,7 @@ def test_every_worker_gets_mini_batches_of_its_own_size(
         assert trainer.global_step == 16
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n", [40, 23, 3])
 def test_free_running_workers_of_unequal_sizes_use_every_sample_once(n: int) -> None:
     data = Recorder(regression_data(n))

@@ -126,6 +126,7 @@ def trained(module: type[Regression], strategy: Any, data: Any, batch_size: Any)
     return trainer
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("module", "key"), [(FromLists, "n"), (FromLists, "x"), (Hooked, None)], ids=str
 )

@@ -34,6 +34,7 @@ def seen(loader: Any, workers: int, **options: Any) -> int:
     return int(trainer.strategy.run_stats()["samples"])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
 @pytest.mark.parametrize(("n", "workers"), [(40, 2), (41, 3)])
 def test_a_stream_is_dealt_each_sample_once(policy: str, n: int, workers: int) -> None:

@@ -66,6 +66,7 @@ class Seen(Regression):
         return batch[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", [Buckets, Own])
 @pytest.mark.parametrize(
     ("strategy", "workers"),

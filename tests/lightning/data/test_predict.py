@@ -36,6 +36,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize(("n", "workers"), [(37, 3), (16, 2), (5, 4), (1, 3)])
 def test_rows_come_home_as_from_one_device(strategy: str, n: int, workers: int) -> None:
@@ -43,6 +44,7 @@ def test_rows_come_home_as_from_one_device(strategy: str, n: int, workers: int) 
     assert same(predicted(strategy, workers, loader), predicted("auto", 1, loader))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("limit", [1, 3, 0.5, 1.0, 0])
 def test_a_limit_is_one_for_all_workers_together(limit: int | float) -> None:
     loader = DataLoader(regression_data(37), batch_size=4)
@@ -50,6 +52,7 @@ def test_a_limit_is_one_for_all_workers_together(limit: int | float) -> None:
     assert same(ours, predicted("auto", 1, loader, limit_predict_batches=limit))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -126,6 +129,7 @@ class Writer(BasePredictionWriter):
             torch.save((places, prediction["rows"]), path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
 @pytest.mark.parametrize("n", [22, 3])
 def test_writers_get_the_true_indices(interval: Any, n: int, tmp_path: Path) -> None:

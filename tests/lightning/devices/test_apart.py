@@ -84,6 +84,7 @@ def sgd(fused: bool) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: torch.optim.SGD(parameters, lr=0.01, fused=fused)
 
 
+@pytest.mark.slow
 def test_a_fused_optimizer_unscales_as_any_other() -> None:
     two_steps = {"max_epochs": 1, "limit_train_batches": 2}
     plain, _ = fit_apart(2, 6, lambda: Regression(sgd(False)), **half_precision(), **two_steps)
@@ -288,10 +289,12 @@ def blocking(module: Counted, **options: Any) -> int:
     return fit_apart(2, 6, module, max_epochs=1, limit_train_batches=2, **options)[0].blocking
 
 
+@pytest.mark.slow
 def test_the_host_waits_for_no_more_copies_where_there_are_more_buffers() -> None:
     assert blocking(Normed(1)) == blocking(Normed(3))
 
 
+@pytest.mark.slow
 def test_the_host_waits_for_no_more_means_where_there_are_more_parameters() -> None:
     assert blocking(Deep(1), **half_precision()) == blocking(Deep(2), **half_precision())
 

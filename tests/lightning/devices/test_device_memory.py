@@ -44,6 +44,7 @@ class Tells(Regression):
         self.shares = dict(state().fractions)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("workers", "strategy", "shares"),
     [

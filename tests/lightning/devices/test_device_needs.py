@@ -173,6 +173,7 @@ class Grows(Uneven):
     more, since = 400 * KIB, 2
 
 
+@pytest.mark.slow
 def test_who_goes_on_without_memory_has_more_the_next_time(one_mebibyte: None) -> None:
     _, trainer = fit_apart(4, 3, Grows, max_epochs=2, strategy={"on_oom": "drop"})
     found = trainer.strategy.run_stats()

@@ -40,6 +40,7 @@ class Fails(Regression):
             torch.standin.fail()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "hybrid"))
 @pytest.mark.parametrize("choice", ["stop", "continue", "restart"])
 def test_a_failed_device_ends_its_worker_alone(choice: str, policy: str) -> None:

@@ -94,6 +94,7 @@ def trained(kind: Any, scheme: dict[str, Any], folder: Path) -> tuple[Any, dict[
     return module, saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(IN_ROUNDS, "diloco"))
 def test_own_steps_on_a_device_are_those_of_a_cpu(name: str, tmp_path: Path) -> None:
     ours, saved = trained(fit_apart, IN_ROUNDS[name], tmp_path / "apart")
@@ -109,6 +110,7 @@ def test_own_steps_on_a_device_are_those_of_a_cpu(name: str, tmp_path: Path) -> 
                 assert one == other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(["local_sgd", "diloco", "easgd"], "easgd"))
 def test_training_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     scheme = IN_ROUNDS[name]
@@ -120,6 +122,7 @@ def test_training_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     assert not torch.standin.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(FREELY, "downpour, overlapped"))
 def test_free_workers_on_devices_use_each_sample_once(name: str) -> None:
     module, trainer = fit_apart(2, 3, Placed, max_epochs=2, strategy=FREELY[name])

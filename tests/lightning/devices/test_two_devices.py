@@ -70,6 +70,7 @@ class Placed(Regression):
         assert {tensor.device for tensor in tensors} == {self.device}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
 def test_each_worker_has_all_on_its_own_device(policy: str) -> None:
     module, _ = fit_apart(2, 6, Placed, max_epochs=1, strategy={"policy": policy})
@@ -122,6 +123,7 @@ def offender(poison: dict[int, float], transport: torch.dtype | None) -> int | N
 OVERFLOWS = 3.4e38  # of float32, where the largest of bf16 is 3.39e38
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("transport", [None, torch.bfloat16])
 @pytest.mark.parametrize("number", WEIGHTS)
 @pytest.mark.own_process

@@ -161,6 +161,7 @@ PLACES = {"middle": 3, "first": 6, "again": 8, "last": 11}
 BROKEN_OFF = [(*case, place) for n, case in enumerate(CASES) for place in rotated(list(PLACES), n)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "schedule", "place"), but_slow(BROKEN_OFF, lambda _, number: number % 37 > 0)
 )
@@ -253,6 +254,7 @@ class Forgetful(Callback):
             raise LookupError("broken off")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_and_ends_before_it_begins_leaves_what_it_has_found(
     tmp_path: Path,
 ) -> None:

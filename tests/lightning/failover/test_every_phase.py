@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("strategy", "choice", "phase", "kind"), but_slow(CASES, lambda case, n: n % 37 != 0)
 )
@@ -155,6 +156,7 @@ ALL = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "choice", "phase", "workers"), but_slow(ALL, lambda case, n: n % 79 != 0)
 )

@@ -139,6 +139,7 @@ def _gradient(module: Any, data: Numbered, batch: list[int]) -> torch.Tensor:
 # ---- not finite ---------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
 @pytest.mark.parametrize("module", [Net, Looking, ByHand])
 def test_by_default_the_run_ends_and_says_whose_fault_it_was(module: Any, policy: str) -> None:
@@ -153,6 +154,7 @@ def test_by_default_the_run_ends_and_says_whose_fault_it_was(module: Any, policy
     assert "strategy.on_nonfinite=drop" in text
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("choice", ["drop", "skip_step"])
 @pytest.mark.parametrize("module", [Net, Looking, ByHand])
 def test_the_worker_or_the_step_is_left_out(module: Any, choice: str) -> None:

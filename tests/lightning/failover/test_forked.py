@@ -144,6 +144,7 @@ WAYS: dict[str, Callable[[Any, Forks], None] | None] = {
 FORKING = [(name, way, record) for name in STRATEGIES for way in WAYS for record in (False, True)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "way", "record"),
     but_slow(FORKING, lambda case, n: n % 79 != 0 and case != ("async", "a step", False)),
@@ -204,6 +205,7 @@ class Aside(Counting):
         sys.exit(7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["hybrid", "hogwild"])
 def test_a_process_of_multiprocessing_goes_on_and_writes_to_memory_of_its_own(
     strategy: str,

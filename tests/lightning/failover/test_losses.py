@@ -117,6 +117,7 @@ def each_once(n: int = N) -> dict[int, Counter[int]]:
 CASES = [("compute", 1, 1), ("end", 0, 3), ("validation", 2, 0)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize(("phase", "who", "when"), CASES)
 def test_others_go_on_and_train_on_every_sample_of_the_epoch_once(

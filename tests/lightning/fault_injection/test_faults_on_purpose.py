@@ -56,6 +56,7 @@ def told() -> list[tuple[str, str, int, int]]:
     return [(row["kind"], row["phase"], row["worker"], row["count"]) for row in rows]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_worker_can_be_killed_in_every_phase(phase: str, tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True, monitor=None)
@@ -83,6 +84,7 @@ def test_a_checkpoint_is_torn_when_its_writer_dies(tmp_path: Path) -> None:
     assert sorted(steps.values()) == [6, 12] and steps["interrupted.ckpt"] == 12, "another wrote it"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [

@@ -156,6 +156,7 @@ AS_ONE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", by_default(AS_ONE, "diloco", "the last step is one worker's"))
 def test_a_host_is_a_worker_with_a_larger_mini_batch(tmp_path: Path, name: str) -> None:
     """To rounding: ``diloco`` with ``inside=hybrid`` is ``diloco`` with a worker per host."""
@@ -167,6 +168,7 @@ def test_a_host_is_a_worker_with_a_larger_mini_batch(tmp_path: Path, name: str) 
     assert two["updates"] == one["updates"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("samples", [84, 86])
 def test_a_movement_at_each_step_is_hybrid_over_both_hosts(tmp_path: Path, samples: int) -> None:
     """With plain SGD, to rounding."""
@@ -175,6 +177,7 @@ def test_a_movement_at_each_step_is_hybrid_over_both_hosts(tmp_path: Path, sampl
     assert_close(two, one_host(tmp_path, 4, **plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [84, pytest.param(86, marks=pytest.mark.slow)])
 def test_a_mean_of_parameters_in_a_host_is_a_part_of_that_of_all(
     tmp_path: Path, samples: int
@@ -201,6 +204,7 @@ class LeavesOut(Net):
         return self.loss([part[::2] for part in batch] if index == 2 else batch)
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_loss_steps_with_the_mean_of_the_others(tmp_path: Path) -> None:
     options: dict[str, Any] = {"exchange": movement(4), "trainer": {"gradient_clip_val": 0.3}}
     together = one_host(tmp_path / "a", 2, kind=LeavesOut, inside="hybrid", **options)
@@ -217,6 +221,7 @@ class SkipsOne(Precision):
         return super().optimizer_step(optimizer, model, closure, **more)
 
 
+@pytest.mark.slow
 def test_a_step_that_precision_skips_is_skipped_by_the_host(tmp_path: Path) -> None:
     options = {"exchange": movement(4), "trainer": {"plugins": [SkipsOne()]}}
     together = one_host(tmp_path / "a", 2, inside="hybrid", **options)
@@ -224,6 +229,7 @@ def test_a_step_that_precision_skips_is_skipped_by_the_host(tmp_path: Path) -> N
     assert_close({**together, "samples": 0}, {**one, "samples": 0})
 
 
+@pytest.mark.slow
 def test_one_row_per_host_and_movement_travels(tmp_path: Path) -> None:
     options: dict[str, Any] = {"exchange": movement(7), "update": NESTEROV, "epochs": 1}
     together = two_hosts(tmp_path / "a", inside="hybrid", **options)
@@ -234,6 +240,7 @@ def test_one_row_per_host_and_movement_travels(tmp_path: Path) -> None:
     assert two["received"] - one["received"] == pytest.approx(row, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inside", ["hybrid", pytest.param({"name": "local_sgd", "every": 3}, marks=pytest.mark.slow)]
 )
@@ -252,6 +259,7 @@ def test_a_checkpoint_between_two_movements_is_resumed_to_the_bit(
         assert whole[0].result[key] == resumed[0].result[key], key
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_hosts_goes_on_as_one_group(tmp_path: Path) -> None:
     """All workers of the group have the state of the first one."""
     body = partial(train, exchange=movement(4), inside="hybrid", samples=120)

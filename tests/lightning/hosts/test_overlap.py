@@ -76,6 +76,7 @@ class Wide(Net):
         )
 
 
+@pytest.mark.slow
 def test_a_worker_is_restarted_where_one_row_stands_for_all(tmp_path: Path) -> None:
     kill = [{"worker": 3, "step": 4, "kind": "kill"}]
     body = partial(train, 2, 2, make=Wide, host_sums=True)

@@ -75,6 +75,7 @@ def recorded(folder: Path, devices: int, **parts: Any) -> tuple[Record, list[Hos
 NAMES = ["hybrid", "async", "local_sgd", "diloco", "ssp", "backup", "k_async", "easgd"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "devices"),
     by_default(
@@ -124,6 +125,7 @@ def test_one_host_has_no_figures_of_hosts(tmp_path: Path) -> None:
     assert "hosts" not in one.result["stats"] and "hosts" not in record.told["end"]["stats"]
 
 
+@pytest.mark.slow
 def test_a_profile_says_what_each_host_spends_on_the_network(tmp_path: Path) -> None:
     hosts = run_hosts(tmp_path, partial(train, 2, 1, {"policy": "hybrid"}, profile=True))
     assert [host.status for host in hosts] == [0, 0], hosts[0].said

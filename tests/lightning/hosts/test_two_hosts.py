@@ -150,6 +150,7 @@ LOCK_STEP: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", by_default(LOCK_STEP, "hybrid, gradients are read", "local_sgd"))
 def test_in_lock_step_two_hosts_train_what_one_does_to_the_bit(tmp_path: Path, name: str) -> None:
     two, one = both(tmp_path, train, **LOCK_STEP[name])
@@ -179,6 +180,7 @@ def test_workers_that_run_freely_train_on_each_sample_once(tmp_path: Path, name:
     assert_equal(two[0].result, two[1].result)
 
 
+@pytest.mark.slow
 def test_a_worker_of_another_host_is_restarted_and_nothing_changes(tmp_path: Path) -> None:
     kill = [{"worker": 3, "step": 4, "kind": "kill"}]
     disturbed = run_hosts(tmp_path / "a", partial(train, 2, 2, on_failure="restart", faults=kill))
@@ -188,6 +190,7 @@ def test_a_worker_of_another_host_is_restarted_and_nothing_changes(tmp_path: Pat
     assert "restart 1" in disturbed[0].said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [OWN, pytest.param("gradient", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_two_hosts_is_resumed_on_one_and_back(
     tmp_path: Path, exchange: Any
@@ -246,6 +249,7 @@ def stop_until_it_is_lost(folder: Path, pids: Pids) -> None:
     os.kill(pids[1], signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["async", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_a_host_that_hangs_is_lost_and_ends_once_it_wakes(
     tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -298,6 +302,7 @@ COMES_BACK: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(COMES_BACK, "hybrid"))
 def test_a_host_that_comes_back_takes_its_place(tmp_path: Path, name: str) -> None:
     body = partial(train, 2, 2, **COMES_BACK[name], on_failure="restart", max_restarts=1)
@@ -326,6 +331,7 @@ def test_a_host_that_comes_later_takes_a_vacant_place(tmp_path: Path, choice: st
     assert_equal(hosts[0].result, hosts[1].result)
 
 
+@pytest.mark.slow
 def test_a_host_that_died_comes_back_though_the_others_went_on(tmp_path: Path) -> None:
     body = partial(
         train, 2, 2, "async", (Patiently,), epochs=12, on_failure="continue", min_hosts=2
@@ -394,6 +400,7 @@ class Predicts(Net):
         return batch[1] + 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", ["hybrid", "async", "local_sgd"])
 @pytest.mark.parametrize(
     ("own", "named"),

@@ -86,6 +86,7 @@ def _is_slow(cell: tuple[str, int, str], number: int) -> bool:
     return (workers, way) != (2, "automatic") if name in DROPPING else number % 59 != 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "workers", "way"), but_slow(CELLS, _is_slow))
 def test_as_many_mini_batches_count_as_the_limit_allows(name: str, workers: int, way: str) -> None:
     module, ends, strategy = Module(way == "manual"), Ends(), strategies.make(name, workers)

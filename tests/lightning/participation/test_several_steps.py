@@ -80,6 +80,7 @@ def _is_slow(cell: tuple[str, int, str], number: int) -> bool:
     return number % 23 != 0
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "workers", "way"), but_slow(CELLS, _is_slow))
 def test_each_sample_counts_once_however_many_steps_there_are(
     name: str, workers: int, way: str

@@ -88,6 +88,7 @@ def check(policy: Any, workers: int, n: int, size: int) -> None:
     assert trainer.strategy.run_stats()["samples"] == n
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("policy", "workers", "n", "size"),
     [("hybrid", 2, 97, 12), ("hybrid", 3, 97, 8), ("async", 2, 3, 8), ("backup", 3, 97, 4)],
@@ -183,6 +184,7 @@ def fitted(workers: int, n: int, size: int, module: pl.LightningModule, **option
     return trainer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulate", by_default([1, 2, 3], 1, 2))
 @pytest.mark.parametrize("n", by_default([14, 20], 14))
 def test_who_has_nothing_in_the_last_step_is_not_missed(n: int, accumulate: int) -> None:
@@ -306,6 +308,7 @@ def test_a_late_contribution_leaves_no_trace() -> None:
 QUICK = ("async", "k_batch_async", "hogwild")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "policy",
     [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in EVERY_POLICY],

@@ -91,6 +91,7 @@ UNUSUAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(UNUSUAL, "clipped"))
 def test_what_is_unusual_in_a_step_trains_as_on_a_cpu(device: Fit, name: str) -> None:
     module, options = UNUSUAL[name]

@@ -104,6 +104,7 @@ def plain() -> torch.Tensor:
     return flat(trained()[0])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", by_default(HARMLESS, *list(HARMLESS)[::4]))
 def test_an_option_that_does_not_touch_the_arithmetic_changes_no_bit(
     name: str, plain: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +116,7 @@ def test_an_option_that_does_not_touch_the_arithmetic_changes_no_bit(
     assert torch.equal(flat(module), plain)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", by_default(HARMLESS, "detect_anomaly", "reload", "Timer"))
 def test_it_runs_asynchronously_too(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +127,7 @@ def test_it_runs_asynchronously_too(
     assert trainer.global_step in (({16}, {8, 9})[name == "max_steps"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
@@ -228,6 +231,7 @@ class SlowOne(Regression):
         assert counts[0] == counts[1] > 2
 
 
+@pytest.mark.slow
 def test_validating_by_the_clock_follows_the_clock_that_is_due_first() -> None:
     loader = DataLoader(regression_data(), 4)
     trainer = make_trainer(
@@ -251,6 +255,7 @@ class Found(Regression):
         return DataLoader(regression_data(), 6)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_finder_brings_home_what_it_found(tmp_path: Path) -> None:
     found = {}
     for workers in (1, 2):

@@ -110,6 +110,7 @@ def test_hybrid_in_virtual_time_is_hybrid_in_processes_to_the_bit(
     assert_same(world.parameters(), real)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "interval", "clip", "compress"),
     [("adam", None, None, None), ("sgd", "epoch", 0.05, None), ("groups", None, None, "topk")],

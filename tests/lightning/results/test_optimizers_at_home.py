@@ -131,6 +131,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("change", "ends", "strategy", "workers", "kind"), by_default(CELLS, *CHOSEN)
 )

@@ -45,6 +45,7 @@ def check(row: Row) -> None:
     assert row.updates > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "phase",
     by_default(["compute", "push", "update", "pull", "checkpoint"], "update", "checkpoint"),

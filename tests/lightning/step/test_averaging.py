@@ -138,6 +138,7 @@ class SometimesLooking(Sometimes):
         assert all(p.grad is not None for p in self.parameters())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("module", [Sometimes, SometimesLooking])
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 def test_trap_18_a_training_step_that_returns_none_abstains(strategy: str, module: Any) -> None:

@@ -227,6 +227,7 @@ class Counted(pl.Callback):
             raise ValueError(f"alone nobody else makes steps: {self.steps}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["async", "hogwild"])
 def test_what_is_counted_before_the_release_is_what_was_counted_after_it(policy: str) -> None:
     """Steps of schedules, numbers of rows and of the trainer, with one worker and with several."""

@@ -80,6 +80,7 @@ EXPECTED: dict[str, tuple[Any, dict[str, int]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_step_is_one_message_each_way(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -99,6 +100,7 @@ def test_workers_in_lock_step_ring_once_for_each_other_or_not_at_all(
     assert [each for each in found if each not in ({}, {"bells": 2})] == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["hogwild", "async"])
 def test_workers_that_step_the_masters_tell_of_many_steps_together(
     policy: str, monkeypatch: Any, tmp_path: Path

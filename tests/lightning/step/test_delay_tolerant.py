@@ -20,6 +20,7 @@ REVISION = {"name": "adaptive_revision", "lr": 0.1}
 IN_64 = {"precision": "64-true", "max_epochs": 3}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "workers", "batch"), [("async", 1, 8), ("synchronous", 2, 4)])
 def test_where_nothing_is_late_it_is_adagrad(strategy: str, workers: int, batch: int) -> None:
     data = regression_data(48, torch.float64)
@@ -39,6 +40,7 @@ def test_where_nothing_is_late_it_is_adagrad(strategy: str, workers: int, batch:
     assert torch.equal(flat(own), flat(told)), "named, or given by the module"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [

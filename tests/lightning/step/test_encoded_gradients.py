@@ -85,6 +85,7 @@ def test_sign_sgd_is_the_majority_of_signs_to_the_bit(module: type[Given], worke
     assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("module", [Given, Looking])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_power_sgd_is_the_mean_of_products_with_error_feedback(
@@ -127,6 +128,7 @@ class ByHand(Regression):
         optimizer.step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("module", by_default([Regression, ByHand], ByHand))
 @pytest.mark.parametrize("policy", ["hybrid", {"name": "backup", "k": 1}, "ssp", "async"])
 def test_encoded_as_they_are_gradients_train_as_without(
@@ -159,6 +161,7 @@ def test_two_workers_with_clipping_and_accumulation_train_as_without(
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compress", by_default(["int8", "int4", "topk"], "int4"))
 @pytest.mark.parametrize("policy", ["hybrid", "async", "ssp"])
 def test_a_gradient_that_is_not_finite_is_seen_before_it_is_encoded(
@@ -195,6 +198,7 @@ def test_a_median_bears_a_worker_that_sends_garbage(module: type[Given], garbage
     assert max(float(parameter.abs().max()) for parameter in found) < STEPS * RATE * 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["median", "trimmed_mean"])
 @pytest.mark.parametrize("module", by_default([Given, Looking], Looking))
 @pytest.mark.parametrize("left", by_default([1, 2, 3, 4], 2, 3))
@@ -325,6 +329,7 @@ def test_rules_of_the_paper() -> None:
     assert make_exchange("gradient").update == "user"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", by_default([1, 2], 2))
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_resumed_run_goes_on_with_what_encoding_has_left_out(

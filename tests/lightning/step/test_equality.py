@@ -33,6 +33,7 @@ def test_hybrid_equals_one_worker_with_a_g_times_larger_batch(name: str) -> None
         assert distance(shared, whole) < 1e-6
 
 
+@pytest.mark.slow
 def test_in_float64_the_equality_holds_over_a_hundred_steps() -> None:
     module = partial(Regression, OPTIMIZERS["adam"])
     data = regression_data(48, torch.float64)
@@ -97,6 +98,7 @@ def test_accumulated_batches_equal_ddp(accumulate: int) -> None:
     assert distance(ours, theirs) < 1e-6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -199,6 +201,7 @@ def test_spawned_workers_give_the_same_bits_as_forked_ones() -> None:
     assert torch.equal(flat(forked), flat(spawned))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", by_default([2, 3], 3))
 @pytest.mark.parametrize("n", by_default([45, 41, 37], 37))
 @pytest.mark.parametrize("looks", [False, True])

@@ -46,6 +46,7 @@ class Growing(Regression):
         return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_parameters_unfrozen_in_mid_run_are_stepped_from_then_on(name: str, tmp_path: Path) -> None:
     options = {"foreach": True} if name == "becomes whole" else {}

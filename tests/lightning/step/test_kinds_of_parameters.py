@@ -81,6 +81,7 @@ def compare_all(module: Any, **options: Any) -> None:
         torch.testing.assert_close(mine, theirs, rtol=near, atol=near, msg=f"{name} {mine.dtype}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("module", [Zoo, Looking])
 @pytest.mark.parametrize("name", by_default(MAKES, "SGD", "Adam"))
 def test_dtypes_shapes_and_formats_at_once(name: str, module: Any) -> None:

@@ -125,6 +125,7 @@ def alone(steps: int) -> torch.Tensor:
     return flat(module) - before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", by_default(SCHEMES, "diloco", "streaming_diloco", "async_diloco", "downpour")
 )

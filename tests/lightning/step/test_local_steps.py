@@ -266,6 +266,7 @@ class Unfreezing(BaseFinetuning):
         self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "make_optimizer", "fragments"),
     [

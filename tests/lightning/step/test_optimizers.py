@@ -147,6 +147,7 @@ def grouped(parameters: Any, kind: Any, options: dict[str, Any]) -> Any:
     return kind([{"params": [first, second]}, {"params": rest, **other}], **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "options"), kinds())
 def test_every_optimizer_of_torch_equals_one_process(
     kind: Any, options: dict[str, Any], tmp_path: Path
@@ -299,6 +300,7 @@ def test_two_optimizers_may_share_a_parameter(tmp_path: Path) -> None:
     compare(Sharing, tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "schedule",
     by_default(

@@ -24,6 +24,7 @@ def documented() -> Any:
 
 
 # Where runs repeat to the bit.
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "policy, workers", [("hybrid", 1), ("hybrid", 2), ("hybrid", 3), ("async", 1)]
 )

@@ -85,6 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case", by_default(CASES, "three workers", "schedule", "clipped", "accumulated")
 )
@@ -109,6 +110,7 @@ class Slow(pl.Callback):
             time.sleep(0.3)
 
 
+@pytest.mark.slow
 def test_who_is_late_is_waited_for_by_the_server(
     monkeypatch: pytest.MonkeyPatch, messages: Counter[str]
 ) -> None:
@@ -145,6 +147,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", UNUSUAL)
 def test_what_is_unusual_the_server_does(what: str, messages: Counter[str]) -> None:
     options = {"make": lambda p: torch.optim.SGD(p, lr=0.01), **UNUSUAL[what]}
@@ -155,6 +158,7 @@ def test_what_is_unusual_the_server_does(what: str, messages: Counter[str]) -> N
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_recorded_is_made_in_the_same_way(
     messages: Counter[str], tmp_path: Path
 ) -> None:
@@ -188,6 +192,7 @@ def kills(patch: Any, when: str, flag: Path) -> None:
     patch.setattr(SharedRound, "come", come)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", by_default(["computes", "waits", "makes"], "waits", "makes"))
 def test_who_is_killed_leaves_a_whole_update_or_none(
     when: str, monkeypatch: pytest.MonkeyPatch, messages: Counter[str], tmp_path: Path
@@ -237,6 +242,7 @@ class Fails(Regression):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["hybrid", "async", "hogwild"])
 def test_a_run_that_is_broken_off_saves_the_learning_rate_of_its_epoch(
     policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

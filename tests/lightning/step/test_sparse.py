@@ -112,6 +112,7 @@ KINDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", by_default([2, 3], 3))
 @pytest.mark.parametrize("name", by_default(KINDS, "SparseAdam", "hooks", "two optimizers"))
 def test_sparse_gradients_equal_one_process(name: str, workers: int, tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ def test_only_touched_rows_move_and_nothing_is_made_dense(module: Any, strategy:
     assert torch.equal(moved, seen)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [partial(OPTIM.Adam, lr=0.01), partial(OPTIM.RMSprop, lr=0.01)])
 def test_optimizers_that_want_dense_gradients_still_get_them(make: Any) -> None:
     whole, _ = fit("hybrid", 1, 12, partial(Mixed, make), sentences())
@@ -155,6 +157,7 @@ def test_optimizers_that_want_dense_gradients_still_get_them(make: Any) -> None:
     assert distance(shared, fresh(Mixed)) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", by_default(["norm", "value"], "norm"))
 def test_clipping_acts_on_the_mean(algorithm: str) -> None:
     clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
@@ -170,6 +173,7 @@ def test_accumulated_and_uneven_mini_batches(tmp_path: Path) -> None:
     compare(Mixed, tmp_path, data=sentences(29))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("second", ["hybrid", "auto"])
 def test_a_run_with_sparse_gradients_resumes(second: str, tmp_path: Path) -> None:
     module = KINDS["SparseAdam"]

@@ -66,5 +66,6 @@ def test_all_20_epochs_of_digits_end_in_the_same_place_in_float64() -> None:
     assert 0 < distance(digits(4, 20, "64-true"), digits(1, 20, "64-true")) < 1e-9
 
 
+@pytest.mark.slow
 def test_two_runs_of_digits_give_the_same_bits() -> None:
     assert torch.equal(flat(digits(3, 1)), flat(digits(3, 1)))

@@ -106,6 +106,7 @@ def alone(evaluations: int, update: str) -> list[torch.Tensor]:
         return accepted
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", KINDS)
 @pytest.mark.parametrize(
     ("workers", "size"), by_default([(1, 7), (1, 48), (2, 5), (3, 4), (3, 20)], (1, 7), (2, 5))
@@ -124,6 +125,7 @@ def test_any_number_of_workers_and_portions_is_one_process_with_all_data(
     assert trainer.strategy.run_stats()["samples"] == epochs * N
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", KINDS)
 @pytest.mark.parametrize("epoch", [1, 3])
 def test_a_resumed_run_goes_on_within_a_line_search_to_the_bit(

@@ -100,6 +100,7 @@ def train(
 WRITING = [Clamped, Decayed, DecayedBeforeTheStep, Teacher]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", by_default([2, 3], 3))
 @pytest.mark.parametrize("module", by_default(WRITING, DecayedBeforeTheStep, Teacher))
 def test_writes_to_parameters_happen_once_whatever_the_number_of_workers(
@@ -119,6 +120,7 @@ def test_a_lone_worker_with_writes_equals_plain_training(module: Any, strategy: 
     torch.testing.assert_close(flat(ours), flat(plain), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_weights_swapped_in_for_a_validation_stay_out_of_training(workers: int) -> None:
     """All workers swap, none at the same moment: were the memory one, the average would stay in."""

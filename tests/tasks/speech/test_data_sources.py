@@ -263,6 +263,7 @@ def test_fsdd_takes_are_split_by_its_convention(digits: Path):
     assert len(source.utterances("train")) == 50
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("passes", [1, 3])
 def test_every_held_out_recording_is_used_exactly_passes_times(digits: Path, passes: int):
     found = Fsdd(str(digits / "recordings"), passes=passes).utterances("test")

@@ -36,6 +36,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_in_two_fresh_caches(
     corpus: SpokenDigits, tmp_path: Path
 ):
@@ -86,6 +87,7 @@ def test_a_whole_cache_is_not_made_again(corpus: SpokenDigits, monkeypatch: pyte
     corpus.prepare()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "damage", by_default(["flip", "cut", "remove", "manifest"], "flip", "manifest")
 )

@@ -122,6 +122,7 @@ def cost(module: GloVe, file: Path) -> float:
         return float(module.loss(*Entries(file.parent / "again", 10**9)[0]))
 
 
+@pytest.mark.slow
 def test_workers_end_where_one_does(text: Path) -> None:
     alone, both = GloVe(8, x_max=20.0), GloVe(8, x_max=20.0)
     train(alone, text, "auto", 1)
@@ -134,6 +135,7 @@ def test_workers_end_where_one_does(text: Path) -> None:
     assert not (text.parent / "text-numbers").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async", "ssp"], "hybrid"))
 def test_other_strategies_step_by_torch(strategy: str, text: Path) -> None:
     module = GloVe(8, x_max=20.0, rate=0.2)

@@ -62,6 +62,7 @@ def test_a_line_may_be_longer_than_what_is_looked_at_together(
         assert lines_of(TextFiles([path])) == [line for line in lines if line]
 
 
+@pytest.mark.slow
 def test_a_line_of_a_million_words(tmp_path: Path) -> None:
     path = tmp_path / "line.txt"
     path.write_text("one two three four " * 250_000)
@@ -117,6 +118,7 @@ def test_too_little_text_is_refused(text: str, message: str, tmp_path: Path) -> 
         Vocabulary.of(count(TextFiles([path])), min_count=2)
 
 
+@pytest.mark.slow
 def test_too_little_text_ends_a_run_with_the_same_line(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("alone alone")
     with pytest.raises(UserError, match="of 1 different words"):

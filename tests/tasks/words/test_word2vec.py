@@ -52,6 +52,7 @@ def predictions(architecture: str) -> list[tuple[list[int], int]]:
     return [([words[at]], words[n]) for at, others in near.items() for n in others]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("architecture", "output"), by_default(KINDS, *KINDS[1:3]))
 def test_compiled_steps_are_those_of_autograd(architecture: str, output: str) -> None:
     torch.manual_seed(0)
@@ -138,6 +139,7 @@ def test_one_worker_is_a_plain_loop_to_the_bit(text: Path, monkeypatch: Any) -> 
     assert np.array_equal(alone.vectors(), plain.vectors())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("architecture", "output"), by_default(KINDS, *KINDS[::3]))
 def test_two_workers_find_what_belongs_together(architecture: str, output: str, text: Path) -> None:
     module = Word2Vec(16, architecture, output, rate=0.1)
