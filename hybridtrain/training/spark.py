@@ -1,10 +1,13 @@
 """DeepDist on a Spark RDD: executors compute gradients, the server stays in the driver.
 
 Theory of operation. An epoch is one plain Spark job over the partitions. Each attempt of a task
-opens a TLS connection to the driver, and gets one of the server's workers there, a thread (the
-*slot*). It reads the parameters, hands over updates, and is told whether each counts. An update has
-the key (epoch, partition, portion, number): the first attempt that hands it over counts, be it
-tried again or speculated, and an attempt begins behind the portions that are done.
+has a TLS connection to the driver (the *line*), and gets one of the server's workers there, a
+thread (the *slot*). It reads the parameters, hands over updates, and is told whether each counts.
+An update has the key (epoch, partition, portion, number): the first attempt that hands it over
+counts, be it tried again or speculated, and an attempt begins behind the portions that are done.
+Spark's Python processes compute one task after the other, so each keeps its line and its model for
+the next one. Both ends know the parameters that were read last, and only rows that have changed
+since travel.
 
 On the wire: after the greeting of :mod:`hybridtrain.worlds.hosts.door` JSON of at most 64 KiB, each
 followed by as many bytes of arrays as it says, which is never more than the parameters have.
@@ -14,18 +17,20 @@ from __future__ import annotations
 
 import gc
 import ssl
+import threading
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isgenerator
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hybridtrain.errors import UserError
@@ -41,6 +46,9 @@ from hybridtrain.worlds.hosts.key import Key
 
 PATIENCE_S = 20.0  # of an executor that the driver does not answer
 _DENSE, _ABSENT = -1, -2  # in place of the number of rows
+
+# What travels of a parameter: all of it, some rows (their numbers, their values), or nothing.
+Part = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 def rdd_of(data: Any) -> Any:
@@ -90,7 +98,7 @@ class Place:
 
 
 class _Ended(Exception):
-    """The connection of an attempt is over: it is done, or its executor is lost."""
+    """The connection of an attempt is over: its executor is lost."""
 
 
 class Desk(Door):
@@ -107,8 +115,8 @@ class Desk(Door):
 
     def __init__(self, address: str, port: int, key: Key, n_slots: int) -> None:
         self._slots, self._over = n_slots, False
-        self._came: SimpleQueue[tuple[ssl.SSLSocket, tuple[int, int]] | None] = SimpleQueue()
-        self._talking: set[ssl.SSLSocket] = set()
+        self._came: SimpleQueue[tuple[_Line, tuple[int, int]] | None] = SimpleQueue()
+        self._lines: set[_Line] = set()
         self._places: defaultdict[tuple[int, int], Place] = defaultdict(Place)
         super().__init__(address, port, key, {})
 
@@ -123,8 +131,9 @@ class Desk(Door):
             raise Refused("training has failed")
         sock.settimeout(None)
         sockets.set_options(sock, sockets.ROWS_TIMEOUT_S)
-        self._talking.add(sock)
-        self._came.put((sock, (said["epoch"], said["partition"])))
+        line = _Line(sock)
+        self._lines.add(line)
+        self._came.put((line, (said["epoch"], said["partition"])))
 
     def close(self) -> None:
         """Turn all away, and let the slots end."""
@@ -136,8 +145,13 @@ class Desk(Door):
     def _end_all(self) -> None:
         with self._lock:
             self._over = True
-            for sock in self._talking:
-                sockets.shut(sock)
+            for line in self._lines:
+                sockets.shut(line.sock)
+
+    def _drop(self, line: _Line) -> None:
+        with self._lock:
+            self._lines.discard(line)
+        line.sock.close()
 
     def serve(self, worker: Worker, fail: Callable[[], object]) -> None:
         """The body of a slot: serve one attempt after the other.
@@ -146,74 +160,97 @@ class Desk(Door):
             fail: is called if an update cannot be taken, before its exception goes on.
         """
         while (came := self._came.get()) is not None:
-            sock, key = came
+            line, key = came
             try:
-                self._talk(_Attempt(sock, worker), self._places[key], worker)
+                self._talk(line, self._places[key], worker)
             except _Ended:
-                pass
+                self._drop(line)
             except BaseException:
                 self._end_all()
+                self._drop(line)
                 fail()
                 raise
-            finally:
-                with self._lock:
-                    self._talking.discard(sock)
-                sock.close()
+            else:
+                threading.Thread(target=self._await, args=(line,), daemon=True).start()
 
-    def _talk(self, attempt: _Attempt, place: Place, worker: Worker) -> None:
-        attempt.say({"portion": place.portion})
+    def _await(self, line: _Line) -> None:
+        """Wait for the next attempt of the same process of an executor."""
+        with suppress(_Ended):
+            said = line.hear()
+            if self._misfit(said) is None:
+                self._came.put((line, (said["epoch"], said["partition"])))
+                return
+        self._drop(line)
+
+    def _talk(self, line: _Line, place: Place, worker: Worker) -> None:
+        line.say({"portion": place.portion})
         while True:
-            said = attempt.hear()
+            said = line.hear()
             match said:
                 case {"read": True}:
                     worker.pull()
-                    attempt.send_parameters()
+                    line.send_parameters(worker)
                 case {"portion": int(portion), "update": int(n), "sizes": list(sizes)}:
-                    gradients = attempt.gradients(sizes)
+                    gradients = line.gradients(sizes, worker)
                     with self._lock:
                         counts = place.takes(portion, n)
                     if counts:
                         worker.push(gradients, samples=said.get("rows"))
-                    attempt.say({"counts": counts})
+                    line.say({"counts": counts})
                 case {"ends": int(portion)}:
                     with self._lock:
                         place.ends(portion)
+                case {"done": True}:
+                    return
                 case _:
                     raise _Ended
 
 
-class _Attempt:
+class _Line:
     """The driver's side of a connection; all that is wrong with it ends it."""
 
-    def __init__(self, sock: ssl.SSLSocket, worker: Worker) -> None:
-        self._sock, self._worker = sock, worker
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self.sock = sock
+        self._seen: list[torch.Tensor] | None = None  # the parameters that were read last
 
     def say(self, content: dict[str, Any]) -> None:
         with _ending():
-            say(self._sock, content)
+            say(self.sock, content)
 
     def hear(self) -> dict[str, Any]:
         with _ending():
-            return hear(self._sock, None)
+            return hear(self.sock, None)
 
-    def send_parameters(self) -> None:
+    def send_parameters(self, worker: Worker) -> None:
+        """Send what has changed since they were read last."""
+        now = [parameter for _, parameter in worker.parameters]
+        if self._seen is None:
+            self._seen = [parameter.clone() for parameter in now]
+            parts: list[Part] = list(now)
+        else:
+            parts = [_changed(*pair) for pair in zip(now, self._seen, strict=True)]
+            for seen, part in zip(self._seen, parts, strict=True):
+                _write(seen, part)
         with _ending():
-            _send(self._sock, (parameter for _, parameter in self._worker.parameters))
+            _send(self.sock, {}, parts)
 
-    def gradients(self, sizes: list[int]) -> dict[str, Any]:
+    def gradients(self, sizes: list[int], worker: Worker) -> dict[str, Any]:
         """Receive an update: for each parameter so many rows, or all, or nothing."""
-        found: dict[str, Any] = {}
+        names = [name for name, _ in worker.parameters]
         with _ending():
-            for (name, parameter), size in zip(self._worker.parameters, sizes, strict=True):
-                if size == _DENSE:
-                    (found[name],) = _receive(self._sock, [torch.empty_like(parameter)])
-                elif size != _ABSENT:
-                    if not 0 <= size <= len(parameter):
-                        raise ValueError(size)
-                    numbers = torch.empty(size, dtype=torch.int64)
-                    rows = parameter.new_empty(size, *parameter.shape[1:])
-                    found[name] = tuple(_receive(self._sock, [numbers, rows]))
-        return found
+            room = [torch.empty_like(parameter) for _, parameter in worker.parameters]
+            parts = zip(names, _receive(self.sock, sizes, room), strict=True)
+            return {name: part for name, part in parts if part is not None}
+
+
+def _changed(now: torch.Tensor, seen: torch.Tensor) -> Part:
+    """The rows that differ in a bit; the whole where they are many."""
+    if now.dim() < 2 or not now.numel():
+        return now
+    one, other = (each.reshape(len(each), -1).view(torch.uint8).numpy() for each in (now, seen))
+    wide = np.int64 if one.shape[1] % 8 == 0 else np.uint8  # compares in half of torch's time
+    numbers = torch.from_numpy((one.view(wide) != other.view(wide)).any(1).nonzero()[0])
+    return (numbers, now[numbers]) if len(numbers) < len(now) // 2 else now
 
 
 @contextmanager
@@ -242,7 +279,8 @@ def train_on(
     here = settings.get("spark.driver.host", "localhost")
     key = Key.new()
     desk = Desk(settings.get("spark.driver.bindAddress", here), port, key, n_slots)
-    errand = replace(errand, address=here, port=desk.port, key=key)
+    model = context.broadcast(errand.model)  # a process of an executor unpickles it once
+    errand = replace(errand, model=model, run=tag, address=here, port=desk.port, key=key)
     to_stderr(f"executors hand over to {here}, port {desk.port}")
 
     def jobs() -> None:
@@ -253,6 +291,7 @@ def train_on(
                     rdd.foreachPartition(partial(attempt, replace(errand, epoch=epoch)))
             finally:
                 context.removeJobTag(tag)
+                model.destroy()
 
     body = partial(desk.serve, fail=partial(context.cancelJobsWithTag, tag))
     try:
@@ -297,15 +336,31 @@ def _said_in(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Errand:
-    """The arguments of a task: where the driver is, and what to compute."""
+    """The arguments of a task: where the driver is, and what to compute.
+
+    ``model``: for a task that of Spark's broadcast.
+    """
 
     model: Any
     gradient: Callable[[Any, Any], Any]
     size: int | None
     epoch: int = 0
+    run: str = ""
     address: str = ""
     port: int = 0
     key: Key | None = None
+
+
+class _Kept(NamedTuple):
+    """The executor's side of a line: its model, and the parameters that were read last."""
+
+    run: str
+    sock: ssl.SSLSocket
+    model: Model
+    seen: list[torch.Tensor]
+
+
+_idle: list[_Kept] = []  # between tasks of this process
 
 
 def attempt(errand: Errand, rows: Iterable[Any]) -> None:
@@ -322,10 +377,28 @@ def attempt(errand: Errand, rows: Iterable[Any]) -> None:
     assert task is not None, "Spark runs it in a task"
     partition = task.partitionId()
     who = f"task {task.taskAttemptId()} (partition {partition}, attempt {task.attemptNumber()})"
+    line = _line(errand, {"epoch": errand.epoch, "partition": partition}, who)
+    try:
+        _compute(line, errand, rows, f"{who}, epoch {errand.epoch}")
+        say(line.sock, {"done": True})
+    except BaseException:
+        line.sock.close()
+        raise
+    _idle.append(line)
+
+
+def _line(errand: Errand, said: dict[str, int], who: str) -> _Kept:
+    """The line of the task before, or a new one."""
+    with suppress(IndexError):
+        while True:
+            line = _idle.pop()
+            if line.run == errand.run:
+                say(line.sock, said)
+                return line
+            line.sock.close()
     where = f"the driver at {errand.address}, port {errand.port},"
     assert errand.key is not None, "the driver has filled it in"
     context = errand.key.context(server_side=False)
-    said = {"epoch": errand.epoch, "partition": partition}
     sock, _ = until_let_in(
         lambda within_s: knock(errand.address, errand.port, context, said, within_s),
         where,
@@ -334,20 +407,23 @@ def attempt(errand: Errand, rows: Iterable[Any]) -> None:
         "set spark.driver.host to an address of the driver that executors reach, and if a "
         "firewall is between, open a port and give it as DeepDist(port=...)",
     )
-    with closing(sock):
-        sock.settimeout(None)
-        sockets.set_options(sock, sockets.ROWS_TIMEOUT_S)
-        _compute(sock, errand, rows, f"{who}, epoch {errand.epoch}")
+    sock.settimeout(None)
+    sockets.set_options(sock, sockets.ROWS_TIMEOUT_S)
+    model = Model(errand.model.value).apart()
+    return _Kept(errand.run, sock, model, [p.detach().clone() for _, p in model.named])
 
 
-def _compute(sock: ssl.SSLSocket, errand: Errand, rows: Iterable[Any], who: str) -> None:
-    model = Model(errand.model)
+def _compute(line: _Kept, errand: Errand, rows: Iterable[Any], who: str) -> None:
+    sock, model = line.sock, line.model
     done = hear(sock, None)["portion"]
     for number, portion in enumerate(_portions(rows, errand.size)):
         if number < done:
             continue
         say(sock, {"read": True})
-        _receive(sock, [parameter.data for _, parameter in model.named])
+        parts = _receive(sock, hear(sock, None)["sizes"], line.seen)
+        for seen, (_, parameter), part in zip(line.seen, model.named, parts, strict=True):
+            _write(seen, part)
+            parameter.data.copy_(seen)
         made, n = errand.gradient(model.visible, portion), 0
         for update in made if isgenerator(made) else (made,):
             if update is None:
@@ -357,7 +433,8 @@ def _compute(sock: ssl.SSLSocket, errand: Errand, rows: Iterable[Any], who: str)
             except UserError as error:
                 raise UserError(f"{who}, portion {number}: {error}") from None
             about = {"portion": number, "update": n, "rows": 0 if n else len(portion)}
-            _hand_over(sock, model, about)
+            _send(sock, about, [_part(parameter.grad) for _, parameter in model.named])
+            hear(sock, None)
             n += 1
         say(sock, {"ends": number})
 
@@ -369,40 +446,54 @@ def _portions(rows: Iterable[Any], size: int | None) -> Iterator[list[Any]]:
         yield portion
 
 
-def _hand_over(sock: ssl.SSLSocket, model: Model, about: dict[str, Any]) -> None:
-    sizes, arrays = [], list[torch.Tensor]()
-    for _, parameter in model.named:
-        gradient = parameter.grad
-        if gradient is None:
-            sizes.append(_ABSENT)
-        elif gradient.is_sparse:
-            gradient = gradient.coalesce()
-            numbers = gradient.indices()[0]
-            sizes.append(len(numbers))
-            arrays += [numbers, gradient.values()]
-        else:
-            sizes.append(_DENSE)
-            arrays.append(gradient)
-    say(sock, {**about, "sizes": sizes})
-    _send(sock, arrays)
-    hear(sock, None)
+def _part(gradient: torch.Tensor | None) -> Part:
+    if gradient is None or not gradient.is_sparse:
+        return gradient
+    gradient = gradient.coalesce()
+    return gradient.indices()[0], gradient.values()
 
 
 # ---- both ---------------------------------------------------------------------------------------
 
 
-def _send(sock: ssl.SSLSocket, arrays: Iterable[torch.Tensor]) -> None:
+def _send(sock: ssl.SSLSocket, about: dict[str, Any], parts: Sequence[Part]) -> None:
+    sizes, arrays = [], list[torch.Tensor]()
+    for part in parts:
+        rows = isinstance(part, tuple)
+        sizes.append(_ABSENT if part is None else len(part[0]) if rows else _DENSE)
+        arrays += () if part is None else part if isinstance(part, tuple) else (part,)
+    say(sock, {**about, "sizes": sizes})
     for array in arrays:
         if array.numel():
             sock.sendall(_bytes(array.detach().contiguous()))
 
 
-def _receive(sock: ssl.SSLSocket, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Fill the arrays, which lie in one piece each."""
-    for array in arrays:
-        if array.numel():
-            sockets.read_exactly(sock, _bytes(array))
-    return arrays
+def _receive(
+    sock: ssl.SSLSocket, sizes: Sequence[int], places: Sequence[torch.Tensor]
+) -> Iterator[Part]:
+    """A part for each of the places, into which a whole one is written."""
+    for place, size in zip(places, sizes, strict=True):
+        if size in (_ABSENT, _DENSE):
+            yield None if size == _ABSENT else _filled(sock, place)
+        elif not 0 <= size <= len(place):
+            raise ValueError(size)
+        else:
+            numbers = _filled(sock, torch.empty(size, dtype=torch.int64))
+            yield numbers, _filled(sock, place.new_empty(size, *place.shape[1:]))
+
+
+def _write(place: torch.Tensor, part: Part) -> None:
+    if isinstance(part, tuple):
+        place[part[0]] = part[1]
+    elif part is not None and part is not place:
+        place.copy_(part)
+
+
+def _filled(sock: ssl.SSLSocket, array: torch.Tensor) -> torch.Tensor:
+    """The array, which lies in one piece, with what comes."""
+    if array.numel():
+        sockets.read_exactly(sock, _bytes(array))
+    return array
 
 
 def _bytes(array: torch.Tensor) -> memoryview:

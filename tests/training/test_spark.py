@@ -42,6 +42,9 @@ class Context:
     def __init__(self) -> None:
         self.cancelled = False
 
+    def broadcast(self, value: Any) -> Any:
+        return SimpleNamespace(value=value, destroy=lambda: None)
+
     def getConf(self) -> dict[str, str]:
         return {"spark.driver.host": "127.0.0.1"}
 
@@ -174,6 +177,59 @@ def test_optimizers_step_where_there_is_no_descent() -> None:
         dd.train(RDD([*range(8)], 4), ones)
         dd.train(RDD([*range(8)], 4), ones)
     assert torch.allclose(model.weight, before - 4)
+
+
+@pytest.mark.parametrize(("breaks", "most"), [(False, 2), (True, 6)])
+def test_an_executors_process_keeps_its_line_and_survives_its_loss(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool, most: int
+) -> None:
+    knocks, knock, each = [], spark.knock, RDD.foreachPartition
+
+    def counted(*given: Any) -> Any:
+        knocks.append(given)
+        return knock(*given)
+
+    def broken(rdd: RDD, compute: Callable[[Iterator[Any]], object]) -> None:
+        each(rdd, compute)
+        for line in spark._idle if breaks else ():
+            sockets.shut(line.sock)
+
+    monkeypatch.setattr(spark, "knock", counted)
+    monkeypatch.setattr(RDD, "foreachPartition", broken)
+    with DeepDist(parameters()) as dd:
+        dd.train(RDD([*range(60)], 5), sums, add, epochs=3)
+    is_whole(dd.model, epochs=3)
+    assert 1 <= len(knocks) <= most
+
+
+def test_executors_compute_from_the_masters_though_only_changed_rows_travel() -> None:
+    seen, masters = list[Arrays](), list[Arrays]()
+
+    def compute(model: Arrays, rows: list[int]) -> Arrays:
+        seen.append({name: array.copy() for name, array in model.items()})
+        model["t"] -= 3.0
+        return sums(model, rows)
+
+    def record(model: Arrays, update: Arrays) -> None:
+        masters.append({name: array.copy() for name, array in model.items()})
+        add(model, update)
+
+    rdd = RDD([*range(60)], 2)
+    DeepDist(parameters(), workers=1).train(rdd, compute, record, partition_size=3)
+    assert len(seen) == len(masters) == 20
+    for one, other in zip(seen, masters, strict=True):
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_that_differ_in_a_bit_travel(dtype: torch.dtype) -> None:
+    seen = torch.zeros(9, 3, dtype=dtype)
+    now = seen.clone()
+    now[4, 1], now[7, 0] = -0.0, torch.nan
+    numbers, rows = spark._changed(now, seen)
+    assert numbers.tolist() == [4, 7] and rows[1, 0].isnan()
+    assert len(spark._changed(now, now.clone())[0]) == 0
+    assert spark._changed(now + 1, seen).shape == (9, 3), "many travel as a whole"
 
 
 # ---- bad input ----------------------------------------------------------------------------------
