@@ -20,6 +20,7 @@ from hybridtrain.cli import claim, explain, further_host, hydra_config, key, new
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
 from hybridtrain.cli.quiet import hush
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
+from hybridtrain.cli.sweep.fair import FairSweeper
 from hybridtrain.cli.sweep.search import OptunaSweeper
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
@@ -103,7 +104,7 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
         return results[-1]
 
     hydra_config.register()
-    job_launcher.register(job_launcher.ProcessLauncher, OptunaSweeper)
+    job_launcher.register(job_launcher.ProcessLauncher, OptunaSweeper, FairSweeper)
     saved, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -131,6 +132,8 @@ def for_lightning(cfg: DictConfig) -> DictConfig:
 
 def _run(cfg: DictConfig, overrides: list[str]) -> CommandOutcome:
     """Check the configuration before torch and Lightning are imported, which takes seconds."""
+    if HydraConfig.get().sweeper._target_ == hydra_config.FAIR["_target_"]:
+        raise UserError(f"experiment={hydra_config.COMPARISON} is a sweep: add -m")
     check_config(cfg, overrides)
     cfg = for_lightning(cfg)
     from hybridtrain.cli.run import execute

@@ -37,6 +37,7 @@ EXTRAS = {
     "matplotlib": "report",
     "ray": "ray",
     "optuna": "sweep",
+    "scipy": "sweep",
 }
 
 
@@ -210,13 +211,13 @@ def _key_fault(
     key = item.key_or_group
     if item.is_add() or item.is_force_add() or key in choices or key.startswith("hydra"):
         return None
-    if special := _SPECIAL.get(key):
-        return f"{key}: {special}"
     *parents, leaf = key.split(".")
     node, above = _deepest(base, parents)
     wanted = [*parents, leaf][len(above)]
     if isinstance(node, DictConfig) and wanted in node:
         return None
+    if special := _SPECIAL.get(key):
+        return f"{key}: {special}"
     if above == ["strategy"] and node.get("_target_") == STRATEGY:
         given: Any = OmegaConf.to_container(node, resolve=False)
         single = [x for x in parsed if not x.is_sweep_override()]
@@ -262,6 +263,7 @@ def _has(group: str, name: str, path: str) -> bool:
 
 
 _SPECIAL = {
+    "compare": "it belongs to -m experiment=fair_comparison",
     "trainer.strategy": "the strategy is a group of its own; write strategy=hybrid, async or ddp",
     "trainer.logger": "loggers are a group of their own; write logger=tensorboard, csv or none",
     "trainer.callbacks": "callbacks are a group of their own; write callbacks.NAME.KEY=…",

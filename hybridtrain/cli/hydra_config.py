@@ -56,10 +56,15 @@ SEARCH = {
     **dict.fromkeys(_NULL),
 }
 
+COMPARISON = "fair_comparison"
+FAIR = {"_target_": "hydra_plugins.hybridtrain.FairSweeper"}  # its options are the experiment's
+
 
 def register() -> None:
-    """Register our launcher and sweeper, and ``${unique_id:}`` for names of run directories."""
-    for group, name, node in (("launcher", "process", LAUNCHER), ("sweeper", "optuna", SEARCH)):
+    """Register our launcher and sweepers, and ``${unique_id:}`` for names of run directories."""
+    nodes = {"launcher/process": LAUNCHER, "sweeper/optuna": SEARCH, "sweeper/fair": FAIR}
+    for path, node in nodes.items():
+        group, name = path.split("/")
         ConfigStore.instance().store(
             group=f"hydra/{group}", name=name, node=node, provider="hybridtrain"
         )
@@ -115,8 +120,10 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     ``model._target_=my.Module model.width=64`` implies ``model=own``, so that no value of another
     model is passed on, ``task=own`` unless a task is named, and that ``model.width`` may be a new
     key. The same holds for ``data``. ``trainer.num_nodes=1:4`` stands for up to 4 hosts, of which
-    1 is enough to begin. Other overrides are unchanged.
+    1 is enough to begin; a comparison's ``budget=7`` for 7 trials. Other overrides are unchanged.
     """
+    if f"experiment={COMPARISON}" in overrides:
+        overrides = [re.sub(r"^budget=(\d+)$", r"budget.trials=\1", x) for x in overrides]
     overrides = [_quoted_path(each) for text in overrides for each in _range_of_hosts(text)]
     try:
         parsed = parse(overrides)

@@ -71,6 +71,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     style: Style | None = None  # default: by position
+    band: tuple[Sequence[float], Sequence[float]] | None = None  # from, to
 
 
 def line_chart(
@@ -122,6 +123,8 @@ def _line(axes: Any, each: Series, look: Style, marks: bool, thin: bool) -> None
         zorder=1 if look.rest else 2,
         label=each.label,
     )
+    if each.band is not None:
+        axes.fill_between(each.x, *each.band, alpha=0.15, color=look.colour, linewidth=0)
 
 
 MOST_BINS = 60  # of a histogram

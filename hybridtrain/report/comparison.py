@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -21,6 +18,7 @@ from hybridtrain.report.charts import (
     staleness_chart,
     style,
 )
+from hybridtrain.report.fair_page import fair_of
 from hybridtrain.report.history import HISTORY_FILE, KNOWN
 from hybridtrain.report.page import (
     Part,
@@ -38,7 +36,6 @@ from hybridtrain.report.page import (
     write,
 )
 from hybridtrain.report.runs import (
-    ABSENT,
     CONFIG_FILE,
     SUMMARY_FILE,
     Run,
@@ -49,6 +46,7 @@ from hybridtrain.report.runs import (
     labels,
     read_run,
     rounded,
+    sheet,
 )
 from hybridtrain.report.search import search_of
 from hybridtrain.util.option_types import is_number
@@ -82,7 +80,7 @@ def comparison(
     begun = sorted(str(x) for run in runs if (x := run.summary.get("started")))
     when = f"begun {begun[0][:16]}" if begun else f"seen {date.today()}"
     parts = [*_head(runs, folders), *_remarks(shown)]
-    parts += [part for folder in folders for part in search_of(folder)]
+    parts += [part for folder in folders for of in (fair_of, search_of) for part in of(folder)]
     parts += [heading("Results"), results(shown, out), _sheets_hint(out), *hosts_of(shown)]
     for task in tasks:
         title_of = (f"Task {task}" if task else "No task known") if len(tasks) > 1 else ""
@@ -367,10 +365,6 @@ def _ages(run: Run) -> dict[int, float]:
 
 
 # ---- runs as CSV for spreadsheets: one row for each run, and the rows of all histories ----------
-# UTF-8 with a byte order mark, numbers with a decimal point, no text that a spreadsheet would take
-# for a formula.
-
-MARK = "\ufeff"  # Excel needs it to recognise UTF-8
 
 
 def runs_sheet(runs: Sequence[Run], names: Sequence[str]) -> str:
@@ -383,7 +377,7 @@ def runs_sheet(runs: Sequence[Run], names: Sequence[str]) -> str:
         | {key: each[i] for key, each in told.items()}
         for i, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    return _sheet(rows[0], rows)
+    return sheet(rows[0], rows)
 
 
 def _row(run: Run, name: str) -> dict[str, Any]:
@@ -411,25 +405,4 @@ def curves_sheet(runs: Sequence[Run], names: Sequence[str]) -> str:
         for run, name in zip(runs, names, strict=True)
         for i in range(len(run.curve.columns.get("wall_s", [])))
     ]
-    return _sheet(["run", *columns], rows)
-
-
-def _sheet(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text)
-    columns = list(columns)
-    writer.writerow(_cell(c) for c in columns)
-    writer.writerows([_cell(row.get(c)) for c in columns] for row in rows)
-    return MARK + text.getvalue()
-
-
-def _cell(value: Any) -> str:
-    """The cell's text; an apostrophe precedes what a spreadsheet would take for a formula."""
-    match value:
-        case None:
-            return ""
-        case float():
-            return f"{value:.7g}" if math.isfinite(value) else ""
-    text = "" if value is ABSENT else str(value)
-    formula = text[:1] in ("=", "+", "-", "@", "\t", "\r") and not isinstance(value, int)
-    return f"'{text}" if formula else text
+    return sheet(["run", *columns], rows)

@@ -7,10 +7,11 @@ records the end of jobs that left no summary.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -246,6 +247,31 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+MARK = "\ufeff"  # Excel needs it to recognise UTF-8
+
+
+def sheet(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """CSV for spreadsheets: UTF-8 with a byte order mark, numbers with a decimal point."""
+    text = StringIO()
+    writer = csv.writer(text)
+    columns = list(columns)
+    writer.writerow(_cell(c) for c in columns)
+    writer.writerows([_cell(row.get(c)) for c in columns] for row in rows)
+    return MARK + text.getvalue()
+
+
+def _cell(value: Any) -> str:
+    """The cell's text; an apostrophe precedes what a spreadsheet would take for a formula."""
+    match value:
+        case None:
+            return ""
+        case float():
+            return f"{value:.7g}" if math.isfinite(value) else ""
+    text = "" if value is ABSENT else str(value)
+    formula = text[:1] in ("=", "+", "-", "@", "\t", "\r") and not isinstance(value, int)
+    return f"'{text}" if formula else text
 
 
 # ---- differences --------------------------------------------------------------------------------

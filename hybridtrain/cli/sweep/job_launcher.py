@@ -97,17 +97,30 @@ class ProcessLauncher(Launcher):
             self.job(list(overrides), initial_job_idx + i, total)
             for i, overrides in enumerate(job_overrides)
         ]
+        outcomes = self.run_all(jobs)
+        return [_job_return(job.config, outcomes[job.number]) for job in jobs]
+
+    def run_all(
+        self, jobs: Sequence[Job], seen: Callable[[CommandOutcome], None] = lambda outcome: None
+    ) -> dict[int, CommandOutcome]:
+        """Check the jobs, run those that have not finished before; outcomes by the jobs' numbers.
+
+        Args:
+            seen: called with each outcome as soon as it is there; may raise UserError.
+        """
         for job in jobs:
             check_job(job)
-        check_directory(Path(str(self.config.hydra.sweep.dir)))
-        resumed.sign(Path(str(self.config.hydra.sweep.dir)), self.config)
+        directory = Path(str(self.config.hydra.sweep.dir))
+        check_directory(directory)
+        resumed.sign(directory, self.config)
         outcomes: dict[int, CommandOutcome] = {}
 
         def ended(job: Job, outcome: CommandOutcome) -> CommandOutcome:
+            seen(outcome)
             return outcomes.setdefault(job.number, outcome)
 
         self.run(self.left_of(jobs, outcomes), ended)
-        return [_job_return(job.config, outcomes[job.number]) for job in jobs]
+        return outcomes
 
     def begin(self) -> None:
         """Prepare Hydra for jobs."""

@@ -90,12 +90,8 @@ class OptunaSweeper(Sweeper):
     ) -> None:
         """Called by Hydra before the sweep."""
         self.sweep_config = config
-        launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
-        if getattr(launcher, "run", None) is None:
-            raise UserError("hydra/sweeper=optuna needs hydra/launcher=process, the default")
-        self.launcher: ProcessLauncher = launcher  # type: ignore[assignment]
+        found = process_launcher(hydra_context, task_function, config)
+        self.launcher: ProcessLauncher = found
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the search. Raises UserError before a job starts if something is wrong."""
@@ -130,13 +126,7 @@ class OptunaSweeper(Sweeper):
     ) -> Job:
         """The job with the first value of each key, which is not run."""
         values = [f"{key}={_first_of(each)}" for key, each in space.items()]
-        try:
-            job = self.launcher.job([*fixed, *values], 0, None)
-            check_job(job)
-        except UserError:
-            raise
-        except Exception as error:  # Hydra's
-            raise UserError(explain.explain(error, given) or explain.one_line(error)) from error
+        job = checked_job(self.launcher, [*fixed, *values], given)
         if job.config.task.metric is None:
             raise UserError(
                 "task.metric=null: a search needs a metric that the module logs; name it with "
@@ -181,6 +171,30 @@ class OptunaSweeper(Sweeper):
         from optuna.storages.journal import JournalFileBackend, JournalStorage
 
         return JournalStorage(JournalFileBackend(given))
+
+
+def process_launcher(
+    context: HydraContext, task_function: TaskFunction, config: DictConfig
+) -> ProcessLauncher:
+    """Our launcher. Raises UserError if another one is chosen."""
+    launcher: Any = Plugins.instance().instantiate_launcher(
+        hydra_context=context, task_function=task_function, config=config
+    )
+    if getattr(launcher, "run", None) is None:
+        raise UserError("a search needs hydra/launcher=process, the default")
+    return launcher
+
+
+def checked_job(launcher: ProcessLauncher, overrides: list[str], given: Sequence[str]) -> Job:
+    """A job that is not run. Raises UserError, explained by the overrides that were ``given``."""
+    try:
+        job = launcher.job(overrides, 0, None)
+        check_job(job)
+    except UserError:
+        raise
+    except Exception as error:  # Hydra's
+        raise UserError(explain.explain(error, given) or explain.one_line(error)) from error
+    return job
 
 
 # ---- search space -------------------------------------------------------------------------------
