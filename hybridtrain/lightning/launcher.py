@@ -362,7 +362,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     except StopRequested as stop:
         context.hand_over_last()
         client.note(Stopped())
-        client.solo = True
+        client.go_alone()
         take_turn_saving(trainer)
         end_worker(trainer, stop)
         raise

@@ -170,10 +170,8 @@ class StepProfiler(Profiler):
         timed(track, session.replica, "collect", Phase.PUSH, "collect gradients")
         timed(track, session.replica, "writes", Phase.PUSH, "look for written parameters")
         timed(track, session.replica, "refresh", Phase.PULL)
-        if client.maker is not None:
-            timed(track, client.maker, "_step", Phase.UPDATE, "update for all")
-        if client.updates is not None:
-            timed(track, client.updates, "_step", Phase.UPDATE, "own update")
+        for owner, method, name in client.maker.timed():
+            timed(track, owner, method, Phase.UPDATE, name)
         timed(track, session.guard, "accepts", Phase.PUSH, "are gradients finite")
         self._watch_steps(track, session)
         follow(session, "_hand_over", lambda: self._watch_steps(track, session))

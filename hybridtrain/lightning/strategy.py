@@ -193,7 +193,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def enter_worker(self, client: Client, trainer: Any, back: Rejoin | None = None) -> None:
         """Make this process a worker; ``back``: in place of a lost one."""
         self._client, self._back = client, back
-        client.called = self._come
+        client.listeners.on_call_to(self._come)
         self._collectives = Collectives(client, self.root_device)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.requirements, self.data_options)
@@ -246,7 +246,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)
             if self._count is not None and self.client.joins:
-                self.client.joins = self.client.solo = False
+                self.client.rejoin(joined=True)
                 self._count.join(self._session.pull())
             self.step_rollback = StepRollback(self._session, self.client, self._loaders)
             self._losses = prepare_for_losses(self, trainer, self._loaders, self._back)

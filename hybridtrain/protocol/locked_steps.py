@@ -46,8 +46,12 @@ class LockedSteps:
     def __init__(
         self, words: memoryview, made: MadeSteps, fd: int, log: StepLog | None = None
     ) -> None:
-        self.last: int | None = None  # the version after which no update is made
+        self._last: int | None = None  # the version after which no update is made
         self._words, self._made, self._lock, self._log = words, made, KernelLock(fd), log
+
+    def end_at(self, last: int | None) -> None:
+        """Make no update after this version."""
+        self._last = last
 
     @property
     def generation(self) -> int:
@@ -72,7 +76,7 @@ class LockedSteps:
         at most ``for_s`` seconds for the lock.
         """
         with self._lock.within(for_s) as held:
-            over = self.last is not None and self._made.total >= self.last
+            over = self._last is not None and self._made.total >= self._last
             full = self._log is not None and not self._log.has_room(self._made.total + 1)
             if not held or self._is_torn or over or full:
                 return Tried.LEFT

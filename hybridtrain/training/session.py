@@ -30,7 +30,6 @@ from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.host_group import group_of
-from hybridtrain.worker.own_updates.own_steps import OwnSteps
 from hybridtrain.worker.replica import Replica
 from hybridtrain.worker.replica_cuda import open_replica
 from hybridtrain.worker.replica_own import OwnReplica
@@ -98,14 +97,13 @@ class WorkerSession:
         layout = Layout.of(trained.named, room, trained.transport, sends, trained.sparse)
         meets = self._may_meet(exchange)
         means = trained.averages or requirements.together > 1
-        self._store = store = client.shared_store(layout, requirements, means, meets)
+        self._store = store = client.shared_store(layout, requirements, self._stepped, means, meets)
         self._group = group_of(client, store, requirements.together)
         self._publish()
         client.gather("initial parameters", None)
         store.refresh(client.worker)
         self.buffers = SharedBuffers(trained.buffers, store, client) if trained.buffers else None
         self.share_buffers()
-        client.own = OwnSteps.of(client.worker, store)
         self.steps: list[WorkerStep] = []
         self.replica, self._make_step = exchange.worker_steps(self)
         self.guard = self._make_guard(on_fault, FiniteCheck(store, client.worker), layout)
@@ -119,6 +117,10 @@ class WorkerSession:
     def final(self) -> bool:
         """Whether gradients stay what backward has made them until the server has them."""
         return self._trained.unseen and not self._requirements.steps_in_worker
+
+    def _stepped(self) -> list[tuple[torch.optim.Optimizer, tuple[int, ...]]]:
+        """The optimizers, each with the slot numbers of its parameters."""
+        return [(step.optimizer, step.numbers) for step in self.steps]
 
     def _may_meet(self, exchange: Exchange) -> bool:
         """Whether an update is one gradient, on the host, stepped by the user's only optimizer."""
@@ -139,8 +141,7 @@ class WorkerSession:
                 )
         client, store = self._client, self._store
         replica = open_replica(self._parameters, store, client.worker, self.final, codec)
-        client.meanwhile = replica.meanwhile
-        client.meet(store, lambda: [(step.optimizer, step.numbers) for step in self.steps])
+        client.listeners.while_waiting(replica.meanwhile)
         return replica, GradientStep
 
     def write_to_masters(self, private_state: bool) -> tuple[Replica, MakeStep]:
@@ -255,7 +256,7 @@ class WorkerSession:
         """Training is over: states lie in host memory."""
         for step in self.steps:
             step.close()
-        self._client.meanwhile = None
+        self._client.listeners.while_waiting(None)
         self.replica.close()
 
     # ---- in training ----------------------------------------------------------------------------

@@ -255,7 +255,7 @@ class Worker:
         if self._wants.takes_turns or (self._wants.asks and not self._has_asked):
             self._has_asked = True
             self._session.await_turn()
-        self._client.counted = True
+        self._client.count_pushes()
         portion = sampler.next_portion()
         assert portion is not None, "the sampler has planned what it has given"
         self._rows += portion.weight or 0.0
@@ -356,8 +356,6 @@ def work(job: Job, client: Client) -> Any:
     except StopRequested:
         raise
     except BaseException:
-        if client.own is not None:
-            client.own.forget()  # the server counts them from shared memory
-        client.hand_in()  # others may wait for this worker's round
+        client.fail()
         raise
     return result

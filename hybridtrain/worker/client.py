@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
-from hybridtrain.memory import Arena, Layout, Store, UpdateMaker
+from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.memory.arena import LentState, SharedState
 from hybridtrain.memory.scratch_file import Scratch, read
 from hybridtrain.monitoring.hang_detector import Heartbeat
@@ -27,8 +27,6 @@ from hybridtrain.protocol.messages import (
     Back,
     Begin,
     Called,
-    Changed,
-    Changes,
     Claim,
     Claimed,
     Done,
@@ -63,34 +61,19 @@ from hybridtrain.protocol.messages import (
     Writes,
 )
 from hybridtrain.protocol.spans import Spans
-from hybridtrain.server.shared_parameters import made_store, round_of, step_log_of
-from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, SteppedOptimizers
-from hybridtrain.worker.own_updates.logged_steps import LoggedSteps, StepWriter
-from hybridtrain.worker.own_updates.one_by_one import OwnUpdates
-from hybridtrain.worker.own_updates.own_steps import AT_ONCE, OwnSteps
-from hybridtrain.worker.own_updates.round_maker import Bells, RoundMaker
+from hybridtrain.server.shared_parameters import made_store
+from hybridtrain.worker.makers.borrowed_update import SteppedOptimizers
+from hybridtrain.worker.makers.choice import made_maker
+from hybridtrain.worker.makers.in_place import AT_ONCE
+from hybridtrain.worker.makers.logged_steps import LoggedSteps
+from hybridtrain.worker.makers.maker import Maker
 from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
+from hybridtrain.worker.surroundings import Bells, Connection, Listeners
 from hybridtrain.worker.tickets import NotNeeded, Tickets
 
 
 class StopRequested(KeyboardInterrupt):
     """The server stops this worker. Not an ``Exception``, so user code does not catch it."""
-
-
-class Connection(Protocol):
-    """Carries messages between a client and its server."""
-
-    def send(self, message: Any) -> None:
-        """Send a request, a note, or the end of the worker."""
-        ...
-
-    def receive(self) -> tuple[Reply, int | None]:
-        """Wait for the next reply; returns it with the descriptor sent beside it."""
-        ...
-
-    def ready(self) -> bool:
-        """Whether ``receive`` would return at once."""
-        ...
 
 
 class Client:
@@ -101,11 +84,24 @@ class Client:
         n_workers: W, of which some may be gone or restarting.
         line: to the server.
         apart: there are workers on other hosts, so that no file is shared with all of them.
+        heartbeat: tells the world that it lives; the world decides whether it is watched.
+        bells: wake the other workers; ``None``: no update is made in shared memory.
+        log: of the updates that workers make, in a replay.
     """
 
-    def __init__(self, worker: int, n_workers: int, line: Connection, apart: bool = False) -> None:
+    def __init__(
+        self,
+        worker: int,
+        n_workers: int,
+        line: Connection,
+        apart: bool = False,
+        heartbeat: Heartbeat | None = None,
+        bells: Bells | None = None,
+        log: LoggedSteps | None = None,
+    ) -> None:
         self.worker, self.n_workers, self.line, self.apart = worker, n_workers, line, apart
-        self.heartbeat = Heartbeat()  # the world decides whether it is watched
+        self.heartbeat, self.bells, self._log = heartbeat or Heartbeat(), bells, log
+        self.listeners = Listeners()
         self.solo = False  # the others have ended: a meeting has one participant
         self.is_saver = False  # acts as the leader, whatever its number
         self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
@@ -115,32 +111,20 @@ class Client:
         self.lost_at = 0  # version at the last loss
         self.joins = False  # restarted, and without a step so far
         self.has_stepped = False  # in this process
-        self.on_change: Callable[[], object] = lambda: None  # a worker is gone or back
         # Parameters and pushes.
         self.version = 0  # of the last release
-        self.counted = True  # the pushes since user code has set it
+        self.counted = True  # the pushes since user code has begun to count
         self.offered: PendingPush | None = None
-        self.bells: Bells | None = None  # set where workers may meet in shared memory
-        self.own: OwnSteps | None = None  # set where workers step the masters
-        self.maker: RoundMaker | None = None  # set where the last worker makes the update
-        self.updates: OwnUpdates | None = None  # set where workers make updates one by one
-        self.log: LoggedSteps | None = None  # set where such a run is recorded or replayed
+        self.maker = Maker()  # until parameters are shared
         self._arenas: dict[int, Arena] = {}  # lent by the server
-        # Called repeatedly while this worker waits for its release; returns the seconds until the
-        # next call, or ``None`` if it has nothing more to do.
-        self.meanwhile: Callable[[], float | None] | None = None
         # Data.
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
         self.snapshot_counts: dict[str, int] = {}  # updates, samples of this run at that moment
         self.tickets = Tickets(worker)
         self._calls: list[ScheduleCall] = []  # of learning-rate schedules, not sent yet
         self.has_called = False  # from then on the server makes each update
-        self.take_calls: Callable[[tuple[ScheduleCall, ...]], object] = lambda calls: None
-        # A patient worker called to a round or a meeting joins it by this, then waits again.
-        self.called: Callable[[str], object] = lambda to: None
         self.stop: Stop | None = None
-        self.save_permission: SavePermission | None = None  # received after this worker's stop
-        self.tells: Callable[[], bytes] | None = None  # makes a progress report
+        self._permission: SavePermission | None = None  # received after this worker's stop
         self._asked: dict[int, RequestProgress] = {}  # unanswered, by the worker to be restarted
 
     # ---- which workers train --------------------------------------------------------------------
@@ -168,33 +152,77 @@ class Client:
             return self.is_saver or self.worker == 0
         return self.worker == next(each for each in self.there if each not in self.away)
 
+    def count_pushes(self) -> None:
+        """Begin anew: :attr:`counted` is false once a push is dropped."""
+        self.counted = True
+
+    def reach(self, version: int) -> None:
+        """This worker's parameters have this version."""
+        self.version = version
+
+    def go_alone(self) -> None:
+        """The others have ended, or are not to be waited for."""
+        self.solo = True
+
+    def rejoin(self, joined: bool = False) -> None:
+        """Restarted: this worker makes its first step alone. ``joined``: it needs none."""
+        self.joins = self.solo = not joined
+
+    def fail(self) -> None:
+        """This worker has failed: leave what it has begun to the server."""
+        self.maker.forget()
+        offered = self.offered
+        if offered is None or offered.met is None:
+            return
+        if (left := self.maker.leave(offered.met, self.version + 1)) is not None:
+            offered.is_sent()
+            self._send_push(left)
+
+    def await_permission(self) -> bool:
+        """In a stopped worker: whether it is the one to save, and so the leader."""
+        reply: Any = self._permission
+        while not isinstance(reply, SavePermission):
+            reply = self.line.receive()[0]  # may be the reply to an earlier request
+        self.is_saver = reply.saves
+        return self.is_saver
+
     # ---- parameters and steps -------------------------------------------------------------------
 
-    def share(self, layout: Layout, averaging: bool = False, meets: bool = False) -> Arena:
-        """Map the arena of masters and rows; waits for all workers."""
-        return self._mapped(Share(layout, averaging, meets))
-
-    def _mapped(self, request: Share | GetState) -> Arena:
+    def map(self, request: Share | GetState) -> Arena:
+        """Map shared memory: that of masters and rows, or an arena that the server lends."""
         reply, fd = self._ask(request, Shared)
         assert fd is not None, "the descriptor travels with the message"
         return Arena(fd, reply.n_bytes)
 
     def shared_store(
-        self, layout: Layout, needs: Requirements, averaging: bool = False, meets: bool = True
+        self,
+        layout: Layout,
+        needs: Requirements,
+        stepped: SteppedOptimizers,
+        averaging: bool = False,
+        meets: bool = True,
     ) -> Store:
-        """Map the shared memory; ``meets``: the module permits updates without the server."""
+        """Map the shared memory, and choose the maker of updates; waits for all workers.
+
+        Args:
+            layout: the places of the parameters.
+            needs: what policy and exchange require.
+            stepped: returns the optimizers, each with the slot numbers of its parameters.
+            averaging: add a row for the mean of the gradients.
+            meets: the module permits updates without the server.
+        """
         meets = meets and self.bells is not None
-        arena = self.share(layout, averaging, meets)
-        return made_store(layout, self.n_workers, needs, averaging, arena, meets)
+        arena = self.map(Share(layout, averaging, meets))
+        store = made_store(layout, self.n_workers, needs, averaging, arena, meets)
+        parts = (self.bells, self._log, stepped, self._borrow_flat, self.stats)
+        self.maker = made_maker(self.worker, store, *parts)
+        return store
 
     def install(self, request: Install) -> None:
         """Send the optimizers; waits for all workers."""
         self._ask(request, Done)
         self.version = request.version
-        if self.maker is not None:
-            self.maker.borrowed.begin()
-        if self.updates is not None:
-            self.updates.begin(request.last)
+        self.maker.begin(request.last)
 
     def average(self, request: Average) -> Averaged:
         """Request the mean of all workers' gradients; this one's lies in its row."""
@@ -219,12 +247,11 @@ class Client:
                 push = replace(push, draws=draws)
             push = replace(push, covers=covers) if covers else push
         undoing, n_covers = [undo] if undo is not None else [], len(push.covers)
-        pending = PendingPush(then, undoing, push.draws, not push.waits, covers=n_covers)
-        if self.maker is not None and self.maker.come(push, self.version + 1, self.is_whole):
-            pending.met = push
-        else:
+        came = self.maker.come(push, self.version + 1, self.is_whole)
+        if not came:
             self._send_push(push)
-        self.offered = pending
+        met = push if came else None
+        self.offered = PendingPush(then, undoing, push.draws, not push.waits, n_covers, met=met)
 
     def make(self, step: Callable[[], object], push: Push, then: Taking) -> int:
         """Step the masters without asking the server, and report it later.
@@ -235,26 +262,29 @@ class Client:
         Returns:
             The number of steps of all workers.
         """
-        assert self.own is not None, "workers make steps"
         step()
-        self._count(self.own, push, then)
-        self._report_if_due(self.own)
+        version = self.maker.count(push, self.tickets.pop_covers(), then)
+        self.version, self.has_stepped = version, True
+        self._report_if_due()
         return self.version
 
-    def _count(self, own: OwnSteps, push: Push, then: Taking) -> None:
-        self.version, self.has_stepped = own.make(push, self.tickets.pop_covers(), then), True
+    @property
+    def must_ask(self) -> bool:
+        """Whether only the server can make the next step."""
+        return self.has_called or self.tickets.is_mixed
 
     def _makes(self, push: Push, then: Taking) -> bool:
-        """Make the update of this push one by one, if possible; returns whether it was."""
-        own = self.own
-        if self.updates is None or own is None or self.has_called or self.tickets.is_mixed:
+        """Make the update of this push alone, if possible; returns whether it was."""
+        if not self.maker.makes_alone or self.must_ask:
             return False
         if self.unsettled is not None:  # until then the row and the parameters are in use
             self._await_offered()
-        if not self.updates.make(push, lambda: self._count(own, push, lambda released: None)):
+        version = self.maker.make(push, self.tickets.pop_covers)
+        if version is None:
             return False
+        self.version, self.has_stepped = version, True
         self.tickets.draw_at_once(AT_ONCE)
-        self._report_if_due(own)
+        self._report_if_due()
         then(Released(self.version))
         return True
 
@@ -272,22 +302,8 @@ class Client:
     def pull(self, writes: Writes | None = None) -> int:
         """Update this worker's parameters; returns their version."""
         version: int = self._ask(Pull(writes or {}), Released)[0].version
-        if self.own is not None:
-            self.own.read(version)
+        self.maker.read(version)
         return version
-
-    def meet(self, store: Store, optimizers: SteppedOptimizers) -> None:
-        """Make updates without the server from now on, if :attr:`Store.maker` says so."""
-        self.maker = self.updates = None
-        if not store.maker.borrows:
-            return
-        borrowed = BorrowedUpdate(store, optimizers, self._borrow_flat)
-        if self.log is None and (log := step_log_of(store)).is_on:
-            self.log = StepWriter(self.worker, store, log, self.stats)
-        if store.maker is UpdateMaker.ONE_BY_ONE:
-            self.updates = OwnUpdates(self.worker, store, borrowed, self.log)
-        elif self.bells is not None:
-            self.maker = RoundMaker(self.worker, round_of(store), self.bells, borrowed, self.log)
 
     def borrow(self, optimizer: int) -> SharedState:
         """The places of the optimizer's state."""
@@ -300,12 +316,8 @@ class Client:
         if lent is None:
             return None
         for number in lent.arenas - self._arenas.keys():
-            self._arenas[number] = self.map_arena(number)
+            self._arenas[number] = self.map(GetState(arena=number))
         return lent, self._arenas
-
-    def map_arena(self, number: int) -> Arena:
-        """Map one of the arenas that the server lends."""
-        return self._mapped(GetState(arena=number))
 
     # ---- mini-batches of the shared queue --------------------------------------------------------
 
@@ -350,8 +362,8 @@ class Client:
             reply, _ = self._ask(Snapshot(refresh, scratch.path), OptimizerState)
             self.unseen = reply.unseen
             self.snapshot_counts = {"updates": reply.updates, "samples": reply.samples}
-            if refresh and self.own is not None:
-                self.own.read(reply.version)
+            if refresh:
+                self.maker.read(reply.version)
             saved = read(scratch.path, reply.payload)
         finally:
             scratch.close()
@@ -374,7 +386,7 @@ class Client:
         payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
         request = Gather(tag, payload, patient, wish, calls)
         while (reply := self._ask(request, Gathered)[0]).call:
-            self.called(reply.call)
+            self.listeners.come(reply.call)
         self.met, self.left = reply.workers, reply.left
         # From another worker by way of the parent, over inherited sockets.
         return [pickle.loads(each) for each in reply.payloads]
@@ -382,8 +394,7 @@ class Client:
     def note(self, note: Note) -> None:
         """Send a message that has no answer."""
         self.line.send(note)
-        if self.log is not None:
-            self.log.noted()
+        self.maker.log.noted()
 
     def call(self, call: ScheduleCall) -> None:
         """Record a call of a learning-rate schedule, which is sent before the next message."""
@@ -394,8 +405,8 @@ class Client:
 
     def settle(self) -> None:
         """Report all steps, and wait for the release of an offered push."""
-        if self.own is not None and self.own.untold and self._reports(due=True):
-            self._report_steps(self.own, ())
+        if self.maker.untold and self.maker.log.tells(due=True):
+            self._report_steps(())
         self._await_offered()
 
     def _await_offered(self) -> None:
@@ -421,21 +432,13 @@ class Client:
     def await_release(self, then: Taking, push: PendingPush) -> None:
         """Wait for the release of an offered push; profiles time this."""
         released, number = None, self.version + 1
-        if push.met is not None and self.maker is not None:
-            if self.maker.is_made(number, self._disturbed):
+        if push.met is not None:
+            left = self.maker.wait(push.met, number, self._disturbed)
+            if left is None:
                 released = Released(number)
             else:
-                self._send_push(self.maker.left(push.met))
+                self._send_push(left)
         self._take(released or self._answer(Released, in_step=True)[0], then, push)
-
-    def hand_in(self) -> None:
-        """This worker is about to stop: send the push with which it waits in a shared round."""
-        offered, maker = self.offered, self.maker
-        if offered is None or offered.met is None or maker is None:
-            return
-        if maker.leave(self.version + 1):
-            push, offered.met = offered.met, None
-            self._send_push(maker.left(push))
 
     def _disturbed(self) -> bool:
         """Receive all notices; returns whether one of them ends the shared round."""
@@ -451,9 +454,8 @@ class Client:
 
     def _send_owed(self, made: bool) -> None:
         """In a message of its own: the push of a step that is aborted has no effect."""
-        maker = self.maker
-        if maker is not None and (owed := maker.owed(made)) is not None:
-            self.line.send(Changed(maker.optimizer, Changes(owed)))
+        if (owed := self.maker.owed(made)) is not None:
+            self.line.send(owed)
 
     def _send_calls(self) -> None:
         if self._calls:
@@ -471,25 +473,22 @@ class Client:
         if self.joins:  # its first step has ended
             self.joins = self.solo = False
         then(released)
-        if self.own is not None and not push.made:
-            self.own.asked(push.covers if released.counted else 0, released.version)
+        if not push.made:
+            self.maker.asked(push.covers if released.counted else 0, released.version)
 
-    def _report_if_due(self, own: OwnSteps) -> None:
-        if self.tickets.wanted or self._reports(due=not own.may_wait):
+    def _report_if_due(self) -> None:
+        maker = self.maker
+        if self.tickets.wanted or maker.log.tells(due=not maker.may_wait):
             self._receive_all()
-            if self.offered is None or own.must_tell:
-                self._report_steps(own, self.tickets.ask())
-            if self.log is not None:  # a replay repeats which mini-batches were drawn by then
+            if self.offered is None or maker.must_tell:
+                self._report_steps(self.tickets.ask())
+            if maker.log.awaits:  # a replay repeats which mini-batches were drawn by then
                 self._await_offered()
 
-    def _reports(self, due: bool) -> bool:
-        """Whether to report steps now, which a replay does only where the run did."""
-        return due if self.log is None else self.log.tells(due)
-
-    def _report_steps(self, own: OwnSteps, draws: tuple[Draw, ...]) -> None:
+    def _report_steps(self, draws: tuple[Draw, ...]) -> None:
         self._await_offered()
         self._send_calls()
-        push, self.offered = own.tell(draws)
+        push, self.offered = self.maker.tell(draws)
         self.line.send(push)
 
     # ---- stopping -------------------------------------------------------------------------------
@@ -534,8 +533,8 @@ class Client:
         while True:
             if self._asked and in_step:
                 self._report_progress()
-            if in_step and self.meanwhile is not None:
-                while not self.line.ready() and (pause_s := self.meanwhile()) is not None:
+            if in_step and (meanwhile := self.listeners.meanwhile) is not None:
+                while not self.line.ready() and (pause_s := meanwhile()) is not None:
                     time.sleep(pause_s)
             reply, fd = self.line.receive()
             match reply:
@@ -545,7 +544,7 @@ class Client:
                     self.stop = reply
                     raise StopRequested
                 case SavePermission():  # this worker has failed: no other answer will follow
-                    self.save_permission = reply
+                    self._permission = reply
                     raise StopRequested
                 case Stop() | Gone() | Back() | Overtaken() | Called() | RequestProgress():
                     self._receive(reply)
@@ -555,8 +554,7 @@ class Client:
                     raise UserError(reason)
                 case _:
                     assert isinstance(reply, kind), reply
-                    if self.log is not None:
-                        self.log.goes_on()
+                    self.maker.log.goes_on()
                     return reply, fd
 
     def _receive_all(self) -> None:
@@ -569,20 +567,20 @@ class Client:
             case Stop():
                 self.stop = reply
                 if reply.now and self.offered is not None:
-                    self.offered.lost = True
+                    self.offered.lose()
             case Gone(worker, version, for_now):
                 self.lost_at = version
                 self.away |= {worker} if for_now else set()
                 self.gone += [] if for_now else [reply]
-                self.on_change()
+                self.listeners.change()
             case Back(worker):
                 self.away -= {worker}
                 self.gone = [x for x in self.gone if x.worker != worker]
-                self.on_change()
+                self.listeners.change()
             case Overtaken(batch):
                 self.tickets.overtaken.add(batch)
             case Called(calls):
-                self.take_calls(calls)
+                self.listeners.calls(calls)
             case Released() | Refused():
                 assert self.offered is not None, "it is settled later"
                 offered, self.offered = self.offered, None
@@ -593,8 +591,8 @@ class Client:
 
     def _report_progress(self) -> None:
         """This worker waits in a step, which a restarted worker repeats."""
-        assert self.tells is not None, "a worker that is asked trains"
+        assert self.listeners.tell is not None, "a worker that is asked trains"
         asked, self._asked = self._asked, {}
-        payload = self.tells()
+        payload = self.listeners.tell()
         for each in asked.values():
             self.line.send(Progress(each.worker, payload, each.question))

@@ -25,10 +25,18 @@ class PendingPush:
     undoing: list[Undoing]
     draws: tuple[Draw, ...] = ()
     later: bool = False
-    lost: bool = False
     covers: int = 0
+    lost: bool = False
     made: bool = False
     met: Push | None = None
+
+    def lose(self) -> None:
+        """No release will arrive."""
+        self.lost = True
+
+    def is_sent(self) -> None:
+        """The workers do not meet: the server has the push."""
+        self.met = None
 
     def settle(self, wait: Callable[[Taking, PendingPush], object]) -> None:
         """Call ``wait`` for the release; if it fails, undo the last change first."""

@@ -41,6 +41,7 @@ from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Asked, Ended, TurnTaking
 from hybridtrain.worker.client import Client
+from hybridtrain.worker.makers.logged_steps import LoggedSteps
 from hybridtrain.worlds.local.worker_exit import Failed
 
 
@@ -103,9 +104,9 @@ class ThreadWorld:
         ``make``: workers make updates themselves.
         """
         for number, (worker, body) in enumerate(zip(self._workers, bodies, strict=True)):
-            client = Client(number, len(self._workers), worker.line)
-            if make:
-                client.bells, client.log = _NoBells(), _RepeatedSteps(number, self, self._due)
+            bells = _NoBells() if make else None
+            log = _RepeatedSteps(number, self, self._due) if make else None
+            client = Client(number, len(self._workers), worker.line, bells=bells, log=log)
             worker.body = _on_a_thread(body, client, worker, self._threads)
             worker.contents = self._look()
 
@@ -224,15 +225,17 @@ class _NoBells:
     """Workers run one at a time: none waits."""
 
     def ring(self) -> None:
-        """See :class:`hybridtrain.worker.own_updates.round_maker.Bells`."""
+        """See :class:`hybridtrain.worker.surroundings.Bells`."""
 
     def wait(self, for_s: float) -> None:
-        """See :class:`hybridtrain.worker.own_updates.round_maker.Bells`."""
+        """See :class:`hybridtrain.worker.surroundings.Bells`."""
         raise Stuck
 
 
-class _RepeatedSteps:
-    """Makes the updates that the worker has made: :class:`LoggedSteps` of a replay."""
+class _RepeatedSteps(LoggedSteps):
+    """Makes the updates that the worker has made in the run that is replayed."""
+
+    awaits = True
 
     def __init__(self, number: int, world: ThreadWorld, due: Due) -> None:
         self._number, self._world, self._due = number, world, due
@@ -244,17 +247,8 @@ class _RepeatedSteps:
         self._print = checksum_of(push, self._number, self._rows)
         return self._due(self._number) == MADE
 
-    def write(self, version: int) -> None:
-        pass
-
     def made(self) -> None:
         self._world.line(self._number).say(MadePush(self._print))
-
-    def goes_on(self) -> None:
-        pass
-
-    def noted(self) -> None:
-        pass
 
     def tells(self, due: bool) -> bool:
         return self._due(self._number) == TOLD

@@ -4,9 +4,10 @@
 
 The first table times what a record adds to each push, for rows of several sizes. The second trains
 side by side, alternately with and without a record (A B B A A B ...), a network so small that
-nearly all time is messages (the worst case), and the digits: what these parts are of a step;
-samples a second; and the processor time of the process that serves the workers, which other load on
-the machine changes less, but which has the record's beginning and end (0.1 s a run) in it.
+nearly all time is messages (the worst case), a network of 100 k parameters, and the digits: what
+these parts are of a step; samples a second; and the processor time of the process that serves the
+workers, which other load on the machine changes less, but which has the record's beginning and end
+(0.1 s a run) in it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytorch_lightning as pl
 import torch
+from benchmarks.jobs.models import Trained, loader
 from torch.utils.data import DataLoader, TensorDataset
 
 from costs.training import WORKERS, fit, pairs_asked_for
 from hybridtrain import HybridStrategy
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.checksums import GradientRows, checksum_of
-from hybridtrain.protocol.messages import Push
+from hybridtrain.protocol.messages import GradientPush
 from hybridtrain.recording import read_record
 from hybridtrain.recording.record_file import Writer
 from hybridtrain.recording.recorder import KINDS
@@ -61,7 +63,7 @@ def main() -> int:
         print(f"{size:10,}{cost:14.1f}", flush=True)
     print("\ntask    policy  B/event  of a step  server's CPU µs a push: with, without", end="")
     print("   speed with / without")
-    for name, run in (("tiny", tiny), ("digits", digits)):
+    for name, run in (("tiny", tiny), ("100 k", mlp), ("digits", digits)):
         for policy in ("hybrid", "async"):
             told = side_by_side(partial(run, policy), repeats, costs[100_000])
             print(f"{name:8}{policy:8}{told}", flush=True)
@@ -72,7 +74,7 @@ def per_event_us(size: int) -> float:
     """The median of what one push takes, its gradient row being in no cache of ours."""
     layout = Layout.of([("weight", torch.zeros(size))])
     store = Store(layout, 2, private_parameters=True)
-    rows, push, taken = GradientRows(store), Push(0, 32.0), []
+    rows, push, taken = GradientRows(store), GradientPush(0, 32.0), []
     with tempfile.TemporaryDirectory() as folder:
         writer = Writer(Path(folder) / "record.bin", KINDS)
         for n in range(300):
@@ -119,6 +121,11 @@ def tiny(policy: str, place: str | None) -> Done:
     x = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
     return trained(policy, place, Tiny(), loader, 2)
+
+
+def mlp(policy: str, place: str | None) -> Done:
+    """Two epochs of 1500 mini-batches of a worker, without a loader's costs."""
+    return trained(policy, place, Trained("mlp-100k", None), loader("mlp-100k", 1500, WORKERS), 2)
 
 
 def digits(policy: str, place: str | None) -> Done:

@@ -22,8 +22,8 @@ from hybridtrain.recording.recorder import KINDS, RecordingServer
 from hybridtrain.server.shared_parameters import round_of, step_log_of
 from hybridtrain.server.timeline import Doing, Timeline
 from hybridtrain.worker.client import Client
-from hybridtrain.worker.own_updates import round_maker
-from hybridtrain.worker.own_updates.round_maker import PATIENCE_S, RoundMaker
+from hybridtrain.worker.makers import last_worker
+from hybridtrain.worker.makers.last_worker import PATIENCE_S, LastWorkerMaker
 from tests.support.headers import header
 from tests.support.served import Served
 from tests.worker.test_client import Slow
@@ -105,7 +105,7 @@ def test_a_push_says_how_long_its_worker_has_waited_in_a_round_that_was_called_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = [10.0]
-    monkeypatch.setattr(round_maker, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(last_worker, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     def passes(for_s: float) -> None:
         now_s[0] += 0.75 * for_s
@@ -118,7 +118,7 @@ def test_a_push_says_how_long_its_worker_has_waited_in_a_round_that_was_called_o
     bells: Any = SimpleNamespace(ring=does, wait=passes)
     line = Slow(99, Released(1), Released(2))
     client = Client(0, 2, line)
-    client.maker = RoundMaker(0, a_round_of(2), bells, borrowed)
+    client.maker = LastWorkerMaker(0, a_round_of(2), bells, borrowed)
     for _ in range(2):  # the server makes the second round
         client.push(GradientPush(0, 4.0))
     assert [push.waited_s for push in line.sent] == pytest.approx([1.5 * PATIENCE_S, 0.0])

@@ -24,6 +24,7 @@ from hybridtrain.protocol.messages import (
     Push,
     Saved,
     SavePermission,
+    Share,
     Stopped,
 )
 from hybridtrain.recovery import failure_policy, roster
@@ -51,11 +52,12 @@ def train(
     client: Client, then: Then, folder: Path, version: int | None = None, averages: bool = False
 ) -> int:
     """All steps, or from ``version`` on; who stops waits to be told whether to save."""
-    client.tells = lambda: b"here"
-    client.joins = client.solo = version is not None
+    client.listeners.on_question(lambda: b"here")
+    if version is not None:
+        client.rejoin()
     w = torch.nn.Parameter(torch.zeros(20))
     layout = Layout.of([("w", w)])
-    store = Store(layout, client.n_workers, False, client.share(layout, averages), averages)
+    store = Store(layout, client.n_workers, False, client.map(Share(layout, averages)), averages)
     optimizer = torch.optim.SGD([w], lr=1.0)
     mine = (dump(optimizer, {id(w): 0}),) if client.worker == 0 and version is None else ()
     client.install(Install(mine))

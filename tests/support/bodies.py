@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.messages import Install, Push
+from hybridtrain.protocol.messages import Install, Push, Share
 from hybridtrain.updates.serialize import dump
 from hybridtrain.worker.client import Client
 
@@ -28,7 +28,7 @@ def descend(client: Client, n_steps: int = 3) -> list[float]:
     """Everything a worker does, on f = ½·|w − worker|², with momentum; returns the parameters."""
     w = torch.nn.Parameter(torch.full((20,), 4.0))
     layout = Layout.of([("w", w)])
-    store = Store(layout, client.n_workers, False, client.share(layout))
+    store = Store(layout, client.n_workers, False, client.map(Share(layout)))
     (slot,) = layout.slots
     if client.worker == 0:
         store.master(slot).copy_(w.detach())

@@ -21,7 +21,6 @@ from hybridtrain.protocol.messages import (
 from hybridtrain.training.step.in_place import InPlace
 from hybridtrain.updates.serialize import dump
 from hybridtrain.worker.client import Client
-from hybridtrain.worker.own_updates.own_steps import OwnSteps
 
 if TYPE_CHECKING:
     from tests.support.mortals import Model, Mortal
@@ -64,15 +63,16 @@ class Life:
 
     def __init__(self, model: Model, mortal: Mortal, joins: bool, version: int) -> None:
         self.model, self.plan = model, model.plan
-        self.client = client = Client(mortal.number, model.plan.workers, Line(model, mortal))
-        client.joins = client.solo = joins
         needs: Requirements = model.server.requirements
-        client.bells = Line(model, mortal) if not needs.in_place else None
-        self.store: Store = client.shared_store(model.layout, needs)
+        line, bells = Line(model, mortal), None if needs.in_place else Line(model, mortal)
+        self.client = client = Client(mortal.number, model.plan.workers, line, bells=bells)
+        if joins:
+            client.rejoin()
+        self.store: Store = client.shared_store(
+            model.layout, needs, lambda: [(self.optimizer, (0,))]
+        )
         self.own = torch.nn.Parameter(self.store.parameter(mortal.number, model.layout.slots[0]))
         self.optimizer: Any = self._optimizer(needs)
-        client.own = OwnSteps.of(mortal.number, self.store)
-        client.meet(self.store, lambda: [(self.optimizer, (0,))])
         payload = (dump(self.optimizer, {id(self.own): 0}),) if mortal.number == 0 else ()
         client.install(Install(() if joins else payload, version))
         self.steps = InPlace(self.optimizer, client) if needs.in_place else None

@@ -31,7 +31,7 @@ from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.kernels.kernel import Kernel
 from hybridtrain.util.turn_taking import Asked, Ended, TurnTaking
 from hybridtrain.worker import client
-from hybridtrain.worker.own_updates import own_steps
+from hybridtrain.worker.makers import in_place as counting
 from tests.support.deaths import Died, Words
 from tests.support.mortal_life import Life
 
@@ -303,7 +303,7 @@ def tried(plan: Plan) -> Model:
         clock = SimpleNamespace(
             monotonic=lambda: model.now_s, monotonic_ns=lambda: int(1e9 * model.now_s)
         )
-        for module in (client, own_steps, shared_round):
+        for module in (client, counting, shared_round):
             patch.setattr(module, "time", clock)
         _note_writes(patch, model)
         return model.run()

@@ -152,7 +152,7 @@ def test_while_a_release_is_awaited_it_does_what_it_is_given(
         return 1e-4 if len(times) < wants else None
 
     speaker = Client(0, 2, Slow(looks, Released(7)))
-    speaker.meanwhile = meanwhile
+    speaker.listeners.while_waiting(meanwhile)
     assert speaker.push(Push(0, 4.0)) == Released(7)
     assert len(times) == asked
 

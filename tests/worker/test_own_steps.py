@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from hybridtrain.protocol.messages import (
 )
 from hybridtrain.protocol.spans import Spans
 from hybridtrain.server.batch_queue import BatchQueue
-from hybridtrain.worker.own_updates import own_steps
-from hybridtrain.worker.own_updates.own_steps import OwnSteps
+from hybridtrain.worker.makers import in_place
+from hybridtrain.worker.makers.in_place import InPlaceMaker
 from hybridtrain.worker.tickets import Tickets
 
 LAP = LoaderPass(0, 0)
@@ -30,6 +31,11 @@ LAP = LoaderPass(0, 0)
 
 def made_steps(n_workers: int) -> MadeSteps:
     return MadeSteps(memoryview(bytearray(8 * MadeSteps.n_words(n_workers))).cast("q"), n_workers)
+
+
+def counting(worker: int, made: MadeSteps) -> InPlaceMaker:
+    store: Any = SimpleNamespace(made=made, private_parameters=False)
+    return InPlaceMaker(worker, store)
 
 
 def cover(n: int, lap: LoaderPass = LAP) -> DrawnBatch:
@@ -63,21 +69,21 @@ def test_the_total_is_that_of_all_workers_and_the_server() -> None:
 def test_a_step_is_as_old_as_the_others_have_made_it() -> None:
     made = made_steps(2)
     made.begin(5)
-    first, second = OwnSteps(0, made), OwnSteps(1, made)
+    first, second = counting(0, made), counting(1, made)
     for own in (first, second):
         own.asked(covers=1, version=5)
     pushes = []
     for own in (first, first, second):
-        assert own.make(StepRequest(0, 1.0), [cover(0)], lambda released: None) == made.total
-        pushes.append(own._untold[-1].age)
+        assert own.count(StepRequest(0, 1.0), [cover(0)], lambda released: None) == made.total
+        pushes.append(own.untold[-1].age)
     assert pushes == [0, 0, 2]
     assert made.total == 8 and made.covered(0) == 3 and made.covered(1) == 2
 
 
 def test_all_that_is_untold_is_told_at_once_in_its_order() -> None:
-    own = OwnSteps(0, made_steps(1))
+    own = counting(0, made_steps(1))
     for n in range(3):
-        own.make(StepRequest(0, 1.0, loss=float(n)), [cover(n)], lambda released: None)
+        own.count(StepRequest(0, 1.0, loss=float(n)), [cover(n)], lambda released: None)
     asked = draw(10)
     push, pending = own.tell((asked,))
     assert [each.loss for each in (*push.former, push)] == [0.0, 1.0, 2.0]
@@ -88,13 +94,13 @@ def test_all_that_is_untold_is_told_at_once_in_its_order() -> None:
 def test_it_is_told_of_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = OwnSteps(0, made_steps(1))
-    own.make(Push(0, 1.0), [cover(0)], lambda released: None)
+    own = counting(0, made_steps(1))
+    own.count(Push(0, 1.0), [cover(0)], lambda released: None)
     own.tell(())
-    monkeypatch.setattr(own_steps, "_TELL_S", 1e9)
-    own.make(Push(0, 1.0), [cover(1)], lambda released: None)
+    monkeypatch.setattr(in_place, "_TELL_S", 1e9)
+    own.count(Push(0, 1.0), [cover(1)], lambda released: None)
     assert own.may_wait and not own.must_tell
-    monkeypatch.setattr(own_steps, "_TELL_S", 0.0)
+    monkeypatch.setattr(in_place, "_TELL_S", 0.0)
     assert not own.may_wait
 
 

@@ -69,7 +69,7 @@ class CallsByHand:
                 self._steps[number] = instead_in(Point.SCHEDULER_STEP, config.scheduler, call)
             if by_step and not self._manual:
                 config.frequency = self._due[number] = Due(config.frequency)
-        client.take_calls = self._take
+        client.listeners.on_calls(self._take)
 
     def begin_batch(self) -> None:
         """A mini-batch begins: calls from now on are this worker's own."""

@@ -38,7 +38,7 @@ class LeaderFailover:
     def __init__(self, trainer: pl.Trainer, client: Client) -> None:
         self._trainer: Any = trainer
         self._client, self._leads = client, client.worker == 0
-        client.on_change = self._look
+        client.listeners.on_change(self._look)
         self._look()  # a new process may begin with the lowest number
 
     def _look(self) -> None:

@@ -99,7 +99,7 @@ class RejoinState:
         self._generators: dict[str, Any] = {}  # RNG states before its first mini-batch was fetched
         if asked:
             before(Point.FETCH, trainer.fit_loop.epoch_loop, self.fetch)
-            self._client.tells = self.tell
+            self._client.listeners.on_question(self.tell)
         if pages is not None:
             before(Point.OFFER, self._client, self.push)
             before(Point.EVALUATION, trainer.fit_loop.epoch_loop.val_loop, self.count_break)
@@ -175,7 +175,7 @@ class Rejoin:
         self._version, self.breaks = version, self._ours["breaks"]
         if context_of(trainer).requirements.whole_rounds:
             advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
-        client.joins = client.solo = True
+        client.rejoin()
         before(Point.FIT, trainer.fit_loop, self.agree)
 
     def prepare(self) -> None:

@@ -14,7 +14,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.failover.leader_failover import hand_over
 from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted, has_saved
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.protocol.messages import Saved, SavePermission
+from hybridtrain.protocol.messages import Saved
 from hybridtrain.util.files import interrupted_in
 from hybridtrain.worker.client import StopRequested
 from hybridtrain.worlds.local.channel import ChannelClosed
@@ -43,18 +43,16 @@ def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
     client = context.client
     advise(error)
     client.heartbeat.fail()
-    if client.own is not None:
-        client.own.forget()
     try:
-        client.hand_in()
+        client.fail()
         client.line.send(Failed.of(error, client.heartbeat.failed_in, waits=True))
         with suppress(StopRequested, UserError):  # a step that is under way may be broken off
             client.settle()
-        client.solo = True
+        client.go_alone()
         counted = trainer.global_step == client.version or not context.requirements.whole_rounds
         take_turn_saving(trainer, able=counted)
     except ChannelClosed:
-        client.solo = True  # the parent has ended
+        client.go_alone()  # the parent has ended
 
 
 def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
@@ -63,11 +61,7 @@ def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
     Not ``able``: Lightning has not counted the last update yet.
     """
     client = context_of(trainer).client
-    while client.save_permission is None:
-        reply = client.line.receive()[0]  # may be the reply to an earlier request
-        client.save_permission = reply if isinstance(reply, SavePermission) else None
-    client.is_saver = client.save_permission.saves
-    if client.is_saver:
+    if client.await_permission():
         client.note(Saved(able and save_interrupted(trainer)))
 
 

@@ -341,7 +341,7 @@ class Uncounted:
     @torch.no_grad()
     def keep(self) -> None:
         """Save, before a mini-batch."""
-        self._client.counted = True
+        self._client.count_pushes()
         self._counts = [vars(each).copy() for each in (self._batches.total, self._batches.current)]
         self._fetched = fetched_batches(self._trainer)
         module = self._trainer.lightning_module
@@ -355,7 +355,7 @@ class Uncounted:
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore."""
-        self._client.counted = True
+        self._client.count_pushes()
         for each, counts in zip(
             (self._batches.total, self._batches.current), self._counts, strict=True
         ):

@@ -6,7 +6,7 @@ here, on views of what all share, while others may do the same. Nothing is copie
 now and then an element loses one of two steps that were made at the same moment.
 
 The number of a step in the order of all, which an optimizer may need, is what all have counted in
-shared memory, and the server is told later (:mod:`hybridtrain.worker.own_updates.own_steps`). Where
+shared memory, and the server is told later (:mod:`hybridtrain.worker.makers.in_place`). Where
 that does not say it (several optimizers, parameters without a gradient) or no step may be too many
 (``max_steps``), the worker asks the server first, with a push that carries no gradient. Either way
 the parent sees how many mini-batches are behind a worker's steps: the others are done again.
@@ -25,7 +25,7 @@ import torch
 from hybridtrain.memory import Arena
 from hybridtrain.memory.arena import Place, SharedState
 from hybridtrain.profiling import Phase
-from hybridtrain.protocol.messages import Push, Released, Row, StepRequest
+from hybridtrain.protocol.messages import GetState, Push, Released, Row, StepRequest
 from hybridtrain.training.step.gradient_step import GradientStep
 from hybridtrain.training.step.worker_step import StepParts
 from hybridtrain.updates import Saved
@@ -34,7 +34,7 @@ from hybridtrain.updates.kernels.choice import own_step, step_of
 from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import has_finite_sum
-from hybridtrain.worker.own_updates.own_steps import AT_ONCE
+from hybridtrain.worker.makers.in_place import AT_ONCE
 
 
 class InPlace:
@@ -87,12 +87,11 @@ class InPlace:
 
     def unasked(self) -> Callable[[], object] | None:
         """What makes the step without asking, if that can be done."""
-        own, offset = self._client.own, self._lent.offset
-        client, knows = self._client, self._goes_first and not self._is_old
-        must_ask = not knows or client.has_called or client.tickets.is_mixed or self.absent()
-        if must_ask or own is None or offset is None:
+        client, offset = self._client, self._lent.offset
+        knows = self._goes_first and not self._is_old and client.maker.counts
+        if offset is None or not knows or client.must_ask or self.absent():
             return None
-        return lambda: self._step(offset + own.made.total)
+        return lambda: self._step(offset + client.maker.total)
 
     def heard(self, released: Released) -> None:
         """The server knows of steps that were made without asking."""
@@ -164,7 +163,7 @@ class InPlace:
 
     def _view(self, place: Place) -> torch.Tensor:
         if place.arena not in self._arenas:
-            self._arenas[place.arena] = self._client.map_arena(place.arena)
+            self._arenas[place.arena] = self._client.map(GetState(arena=place.arena))
         return place.view(self._arenas)
 
 

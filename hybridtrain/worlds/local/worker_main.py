@@ -134,11 +134,12 @@ def run_worker(
         leave_notebook()
     _prepare_process(birth)
     channel = Channel(sock)
-    client = Client(birth.worker, birth.n_workers, channel, birth.apart)
-    if birth.bells:
-        client.bells = SharedBells(channel, birth.worker, birth.bells)
+    bells = SharedBells(channel, birth.worker, birth.bells) if birth.bells else None
     try:
-        client.heartbeat = Heartbeat(channel.take_bells())
+        heartbeat = Heartbeat(channel.take_bells())
+        client = Client(
+            birth.worker, birth.n_workers, channel, birth.apart, heartbeat=heartbeat, bells=bells
+        )
         client.heartbeat.tell_stacks()
         mute_children(client, channel)
         outcome = _outcome(client, body)

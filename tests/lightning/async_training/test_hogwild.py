@@ -102,8 +102,8 @@ class KilledUntold(Count):
         """No step is broken off."""
 
     def on_train_batch_start(self, *_: Any) -> None:
-        own = self.trainer.strategy.client.own
-        if len(own._untold) == 5 and first(self.mark):
+        own = self.trainer.strategy.client.maker
+        if len(own.untold) == 5 and first(self.mark):
             self.end()
 
     def end(self) -> None:
@@ -121,7 +121,7 @@ class FailedUntold(KilledUntold):
 def test_steps_that_a_lost_worker_has_made_and_not_told_of_count(
     make: type[KilledUntold], monkeypatch: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.worker.makers.in_place._TELL_S", 1e9)
     module = make(tmp_path / "died")
     module.counts = torch.nn.Parameter(torch.zeros(240))
     strategy = HybridStrategy("hogwild", on_failure="restart")

@@ -33,7 +33,7 @@ def wait_until(there: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def tell_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that steps are not told of because some time has passed."""
-    monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.worker.makers.in_place._TELL_S", 1e9)
 
 
 class Indices(Dataset[Any]):
@@ -57,7 +57,7 @@ class Count(pl.LightningModule):
 
     @property
     def n_untold(self) -> int:
-        return len(self.trainer.strategy.client.own._untold)  # type: ignore[attr-defined]
+        return len(self.trainer.strategy.client.maker.untold)  # type: ignore[attr-defined]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return -self.counts[batch].mean()
@@ -192,7 +192,7 @@ class Two(Count):
         return super().training_step(torch.cat([batch["a"], batch["b"] + 60]), batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        own = self.trainer.strategy.client.own  # type: ignore[attr-defined]
+        own = self.trainer.strategy.client.maker  # type: ignore[attr-defined]
         assert not own.untold, "a step was made unasked"
 
 
@@ -200,7 +200,7 @@ def test_steps_with_mini_batches_of_two_loaders_are_asked_for(
     monkeypatch: Any, tmp_path: Path
 ) -> None:
     """Else nobody would know which of these have been made, should the worker be lost."""
-    monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.worker.makers.in_place._TELL_S", 1e9)
     module = Two(120, tmp_path)
     loaders = CombinedLoader({key: DataLoader(Indices(60), 2) for key in "ab"}, "max_size")
     make_trainer("hogwild", 1, max_epochs=1).fit(module, loaders)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import HybridStrategy
 from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.updates.flat.lent_state import LentFlatUpdate
-from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate
+from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate
 from hybridtrain.worlds.local import process_world
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.async_training.test_own_updates import Everywhere

@@ -17,6 +17,7 @@ from pytorch_lightning.trainer.states import RunningStage
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover
 from hybridtrain.lightning.results.logger_state import keep_rows
+from hybridtrain.worker.surroundings import Listeners
 from tests.lightning.toys import Regression, make_trainer
 
 
@@ -24,12 +25,14 @@ class Second:
     """The client of worker 1."""
 
     worker, is_leader, lost_at = 1, False, 0
-    on_change: Any = None
+
+    def __init__(self) -> None:
+        self.listeners = Listeners()
 
     def learn(self, is_leader: bool) -> None:
         """From the server."""
         self.is_leader = is_leader
-        self.on_change()
+        self.listeners.change()
 
 
 class Bar(TQDMProgressBar):
@@ -89,10 +92,14 @@ class Counting:
     version = 0
     n_workers = 2
     unsettled = None
+    listeners = Listeners()
 
     @property
     def expected_version(self) -> int:
         return self.version
+
+    def reach(self, version: int) -> None:
+        self.version = version
 
     def settle(self) -> None:
         """Nothing is under way."""
@@ -115,7 +122,7 @@ class Course:
 
     def step(self, version: int) -> int | None:
         """A mini-batch whose release has this version; the step of its row, if there is one."""
-        self.client.version = version
+        self.client.reach(version)
         self.loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         due = self.trainer._logger_connector.should_update_logs
         row = self.loop._batches_that_stepped if due else None

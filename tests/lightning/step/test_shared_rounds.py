@@ -31,7 +31,7 @@ STEPS = 20  # of an epoch
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: Any) -> None:
     """No round is called off because this machine is slow."""
-    monkeypatch.setattr("hybridtrain.worker.own_updates.round_maker.PATIENCE_S", 5.0)
+    monkeypatch.setattr("hybridtrain.worker.makers.last_worker.PATIENCE_S", 5.0)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ class Slow(pl.Callback):
 def test_who_is_late_is_waited_for_by_the_server(
     monkeypatch: pytest.MonkeyPatch, messages: Counter[str]
 ) -> None:
-    monkeypatch.setattr("hybridtrain.worker.own_updates.round_maker.PATIENCE_S", 0.1)
+    monkeypatch.setattr("hybridtrain.worker.makers.last_worker.PATIENCE_S", 0.1)
     late = trained(callbacks=[Slow()])
     assert messages["Push"] >= 6
     usual = trained()
@@ -247,7 +247,7 @@ class Fails(Regression):
 def test_a_run_that_is_broken_off_saves_the_learning_rate_of_its_epoch(
     policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.worker.makers.in_place._TELL_S", 1e9)
     keep = ModelCheckpoint(tmp_path)
     options: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True}
     by_epoch = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1)

@@ -12,31 +12,20 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
-from hybridtrain.protocol.messages import Clip, Push
+from hybridtrain.protocol.messages import Changed, Changes, Clip, Push
 from hybridtrain.protocol.shared_round import Arrival, Met, SharedRound
 from hybridtrain.updates.base import Contribution
 from hybridtrain.updates.groups import Groups
-from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, is_usual
-from hybridtrain.worker.own_updates.logged_steps import LoggedSteps
+from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate, is_usual
+from hybridtrain.worker.makers.logged_steps import LoggedSteps
+from hybridtrain.worker.makers.maker import Maker
+from hybridtrain.worker.surroundings import Bells
 
 PATIENCE_S = 0.1  # then the server makes the round, so that it knows who waits for whom
 
 
-class Bells(Protocol):
-    """How workers wake one another."""
-
-    def ring(self) -> None:
-        """Wake the other workers."""
-        ...
-
-    def wait(self, for_s: float) -> None:
-        """Wait for a ring or a message of the server, at most ``for_s`` seconds."""
-        ...
-
-
-class RoundMaker:
+class LastWorkerMaker(Maker):
     """Takes part in the shared rounds for one worker.
 
     Args:
@@ -55,9 +44,8 @@ class RoundMaker:
         borrowed: BorrowedUpdate,
         log: LoggedSteps | None = None,
     ) -> None:
-        self.optimizer = 0  # the number of the only one
-        self.shared, self.bells = shared, bells
-        self.borrowed, self._log = borrowed, log
+        super().__init__(log)
+        self.shared, self.bells, self.borrowed = shared, bells, borrowed
         self._worker = worker
         self._weights: Sequence[float] = ()
         self._contributions: list[Contribution] = []
@@ -66,20 +54,22 @@ class RoundMaker:
         self._owed: Groups | None = None  # changed hyper-parameters, not sent to the server yet
         self._coming: Groups | None = None  # those of this round, owed once it is made here
 
-    def come(self, push: Push, number: int, whole: bool) -> bool:
-        """Arrive in this round with the gradient in the row; False: send the push instead.
+    def begin(self, last: int | None) -> None:
+        self.borrowed.begin()
 
-        ``whole``: all workers train.
-        """
+    def timed(self) -> list[tuple[object, str, str]]:
+        return [(self, "_step", "update for all")]
+
+    def come(self, push: Push, number: int, whole: bool) -> bool:
         self._settle()
         borrowed = self.borrowed
         if borrowed.never or not self.shared.may_come(number):
             return self._stay_away()
-        if self._log is not None and not self._log.admits(push, number):
+        if not self.log.admits(push, number):
             return self._stay_away()
         if not (whole and is_usual(push) and borrowed.ready() and self._takes(push)):
             borrowed.server_steps()
-            self.leave(number)
+            self._call_off(number)
             return False
         samples = push.weight if push.samples is None else push.samples
         told = (push.changes.groups, push.clip)
@@ -87,18 +77,17 @@ class RoundMaker:
         self._clip = push.clip
         if self.shared.is_first(number):
             borrowed.lent.keep()
-        arrival = Arrival(push.weight, samples, token)
-        if self._log is not None:
-            self._log.write(number)
+        self.log.write(number)
         self._came_s = time.monotonic()
+        arrival = Arrival(push.weight, samples, token)
         met = self.shared.come(self._worker, number, arrival, self._step)
         if met is Met.CALLED_OFF:
-            self.leave(number)
-        elif met is Met.MADE:
+            self._call_off(number)
+            return False
+        if met is Met.MADE:
             self.bells.ring()
-        if self._log is not None and met is not Met.CALLED_OFF:
-            self._log.made()
-        return met is not Met.CALLED_OFF
+        self.log.made()
+        return True
 
     def _stay_away(self) -> bool:
         """The server makes this round, and may replace the state; returns False."""
@@ -114,26 +103,27 @@ class RoundMaker:
             self._coming = groups
         return takes
 
-    def is_made(self, number: int, disturbed: Callable[[], bool]) -> bool:
-        """Wait for the round, after arriving; False: it is left to the server."""
+    def wait(self, push: Push, number: int, disturbed: Callable[[], bool]) -> Push | None:
         until_s = time.monotonic() + PATIENCE_S
         while not self.shared.is_made(number):
             if self.shared.is_off(number):
-                return False
+                return self._left(push)
             if time.monotonic() > until_s or disturbed():
                 with suppress(BlockingIOError):
-                    if self.leave(number, waits=False):
-                        return False
+                    if self._call_off(number, waits=False):
+                        return self._left(push)
             self.bells.wait(PATIENCE_S)
-        if self._log is not None:
-            self._log.goes_on()
-        return True
+        self.log.goes_on()
+        return None
 
-    def left(self, push: Push) -> Push:
+    def leave(self, push: Push, number: int) -> Push | None:
+        return self._left(push) if self._call_off(number) else None
+
+    def _left(self, push: Push) -> Push:
         """The push of a round that was left to the server while this worker waited."""
         return replace(push, waited_s=time.monotonic() - self._came_s)
 
-    def leave(self, number: int, waits: bool = True) -> bool:
+    def _call_off(self, number: int, waits: bool = True) -> bool:
         """Leave this round to the server and wake the others; False if it is made already.
 
         Raises:
@@ -153,16 +143,12 @@ class RoundMaker:
         """The previous round is made: its hyper-parameters are owed."""
         self._owed, self._coming = _merged(self._owed, self._coming), None
 
-    def owed(self, made: bool = True) -> Groups | None:
-        """Take the changed hyper-parameters that the server does not know; the caller sends them.
-
-        ``made``: this round is made here; else its push carries its own.
-        """
+    def owed(self, made: bool) -> Changed | None:
         if not made:
             self._coming = None
         self._settle()
         owed, self._owed = self._owed, None
-        return owed
+        return None if owed is None else Changed(0, Changes(owed))  # the only optimizer
 
     def _step(self, weights: Sequence[float]) -> None:
         if weights != self._weights:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from hybridtrain.memory import Store, UpdateMaker
 from hybridtrain.protocol.checksums import GradientRows, checksum_of
@@ -12,38 +11,39 @@ from hybridtrain.protocol.messages import Push
 from hybridtrain.protocol.step_log import Contribution, StepLog
 
 
-class LoggedSteps(Protocol):
-    """Told of each update that a worker makes, or contributes to, without the server."""
+class LoggedSteps:
+    """Told of each update that a worker makes, or contributes to, without the server.
+
+    This one logs nothing, for runs that are not recorded.
+    """
+
+    awaits = False  # the answer to each report, before the worker goes on
 
     def admits(self, push: Push, version: int) -> bool:
         """Whether the worker may make the update of this version, or arrive in its round.
 
         The gradient of the push lies in the row.
         """
-        ...
+        return True
 
     def write(self, version: int) -> None:
         """Log the contribution, before the update of this version counts."""
-        ...
 
     def made(self) -> None:
         """The update is made, or the worker waits for others in its round."""
-        ...
 
     def goes_on(self) -> None:
         """The worker computes from now."""
-        ...
 
     def noted(self) -> None:
         """The worker has sent a note, which has no answer."""
-        ...
 
     def tells(self, due: bool) -> bool:
         """Whether to report steps now; ``due``: the last report was long ago."""
-        ...
+        return due
 
 
-class StepWriter:
+class StepWriter(LoggedSteps):
     """Logs one worker's contributions in shared memory.
 
     Args:
@@ -52,6 +52,8 @@ class StepWriter:
         log: read by the server.
         catch_up: returns when the server has read all that is logged and noted.
     """
+
+    awaits = True  # so that the report is at its place among the updates
 
     def __init__(
         self, worker: int, store: Store, log: StepLog, catch_up: Callable[[], object]
@@ -64,7 +66,6 @@ class StepWriter:
         self._noted = False  # the server may not have read this worker's last note yet
 
     def admits(self, push: Push, version: int) -> bool:
-        """See :class:`LoggedSteps`."""
         at_s, samples = time.monotonic(), push.weight if push.samples is None else push.samples
         print = checksum_of(push, self._worker, self._rows)
         self._taken = Contribution(self._worker, print, at_s - self._since_s, samples, at_s)
@@ -74,21 +75,11 @@ class StepWriter:
         return True
 
     def write(self, version: int) -> None:
-        """See :class:`LoggedSteps`."""
         assert self._taken is not None, "a push is taken first"
         self._log.write(version, self._place, self._taken)
 
-    def made(self) -> None:
-        """See :class:`LoggedSteps`."""
-
     def goes_on(self) -> None:
-        """See :class:`LoggedSteps`."""
         self._since_s = time.monotonic()
 
     def noted(self) -> None:
-        """See :class:`LoggedSteps`."""
         self._noted = True
-
-    def tells(self, due: bool) -> bool:
-        """See :class:`LoggedSteps`."""
-        return due

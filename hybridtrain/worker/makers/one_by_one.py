@@ -14,14 +14,16 @@ from hybridtrain.protocol.locked_steps import Tried
 from hybridtrain.protocol.messages import Clip, Push
 from hybridtrain.server.shared_parameters import locked_steps_of
 from hybridtrain.updates.base import Contribution
-from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, is_usual
-from hybridtrain.worker.own_updates.logged_steps import LoggedSteps
+from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate, is_usual
+from hybridtrain.worker.makers.in_place import InPlaceMaker
+from hybridtrain.worker.makers.logged_steps import LoggedSteps
+from hybridtrain.worker.makers.maker import Covers
 
 _PATIENCE_S = 0.1  # for another worker's update; then the server makes this one
 
 
-class OwnUpdates:
-    """Makes one worker's updates.
+class OneByOneMaker(InPlaceMaker):
+    """Each worker makes the update of its own gradient, under a lock.
 
     Args:
         worker: its number.
@@ -30,43 +32,42 @@ class OwnUpdates:
         log: of a run that is recorded or replayed.
     """
 
+    makes_alone = True
+
     def __init__(
         self, worker: int, store: Store, borrowed: BorrowedUpdate, log: LoggedSteps | None = None
     ) -> None:
-        assert store.made is not None, "steps are counted"
-        self.borrowed, self._log = borrowed, log
-        self._locked, self._made, self._generation = locked_steps_of(store), store.made, -1
+        super().__init__(worker, store, log)
+        self.borrowed, self._locked, self._generation = borrowed, locked_steps_of(store), -1
         self._contribution = [Contribution(worker, 1.0)]
         own = store.copies[worker]
-        self._copies = [(own[dtype], masters) for dtype, masters in store.masters.items()]
+        self._rows = [(own[dtype], masters) for dtype, masters in store.masters.items()]
 
     def begin(self, last: int | None) -> None:
-        """The server has new optimizers. ``last``: after this version no update is made."""
         self.borrowed.begin()
-        self._locked.last = last
+        self._locked.end_at(last)
 
-    def make(self, push: Push, count: Callable[[], object]) -> bool:
-        """Apply the gradient in the row and ``count`` the update; False: send the push instead.
+    def timed(self) -> list[tuple[object, str, str]]:
+        return [(self, "_step", "own update")]
 
-        Afterwards the worker's parameters are those of its update.
-        """
-        borrowed, log = self.borrowed, self._log
+    def make(self, push: Push, covers: Covers) -> int | None:
+        borrowed = self.borrowed
         if push.changes.members is not None:
             borrowed.begin()
-        if log is not None and not log.admits(push, self._made.total + 1):
+        admitted, groups = self.log.admits(push, self.total + 1), push.changes.groups
+        if not (admitted and is_usual(push) and self._is_ready() and borrowed.takes(groups)):
             borrowed.server_steps()
-            return False
-        if not (is_usual(push) and self._is_ready() and borrowed.takes(push.changes.groups)):
-            borrowed.server_steps()
-            return False
-        tried = self._try(push.clip, count)
+            return None
+        step = partial(self._step, push.clip, partial(self._count, push, covers))
+        tried = self._try(step)
         if tried is Tried.OUTDATED:
             borrowed.give_up()
-            tried = self._try(push.clip, count) if self._is_ready() else Tried.LEFT
-        if log is not None and tried is Tried.MADE:
-            log.made()
-            log.goes_on()
-        return tried is Tried.MADE
+            tried = self._try(step) if self._is_ready() else Tried.LEFT
+        if tried is not Tried.MADE:
+            return None
+        self.log.made()
+        self.log.goes_on()
+        return self._read_at
 
     def _is_ready(self) -> bool:
         generation = self._locked.generation  # read first: never newer than the state
@@ -74,14 +75,15 @@ class OwnUpdates:
             self._generation = generation
         return self.borrowed.ready()
 
-    def _try(self, clip: Clip | None, count: Callable[[], object]) -> Tried:
-        step = partial(self._step, clip, count)
+    def _try(self, step: Callable[[], object]) -> Tried:
         return self._locked.make(self._generation, self.borrowed.lent.keep, step, _PATIENCE_S)
 
     def _step(self, clip: Clip | None, count: Callable[[], object]) -> None:
         self.borrowed.step(self._contribution, clip)
-        for own, masters in self._copies:
+        for own, masters in self._rows:
             own.copy_(masters)
-        if self._log is not None:
-            self._log.write(self._made.total + 1)
+        self.log.write(self.total + 1)
         count()
+
+    def _count(self, push: Push, covers: Covers) -> None:
+        self.count(push, covers(), lambda released: None)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridtrain.memory import Store
-from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.protocol.messages import Draw, DrawnBatch, MadeStep, Push
+from hybridtrain.worker.makers.logged_steps import LoggedSteps
+from hybridtrain.worker.makers.maker import Maker
 from hybridtrain.worker.pending_push import PendingPush, Taking
 
 AT_ONCE = 16  # mini-batches drawn together, while plenty are left
@@ -21,44 +22,43 @@ _TELL_S = 0.05  # report at least so often, while steps are made
 _MOST = 64  # unreported steps
 
 
-class OwnSteps:
-    """The steps of one worker.
+class InPlaceMaker(Maker):
+    """Each worker steps the masters: in place without a lock, where the exchange says so.
 
     Args:
         worker: its number.
-        made: counts the steps of all.
-        copies: the worker computes with a copy, not with the masters themselves.
+        store: its counters count the steps of all.
+        log: of a run that is recorded or replayed.
     """
 
-    def __init__(self, worker: int, made: MadeSteps, copies: bool = False) -> None:
-        self.made = made
-        self._worker, self._copies = worker, copies
+    counts = True
+
+    def __init__(self, worker: int, store: Store, log: LoggedSteps | None = None) -> None:
+        assert store.made is not None, "steps are counted"
+        super().__init__(log)
+        self._worker, self._made, self._copies = worker, store.made, store.private_parameters
         self._n_covered = 0  # finished mini-batches
         self._read_at = 0  # version of the parameters that this worker has read
-        self._untold: list[MadeStep] = []
+        self.untold: list[MadeStep] = []
         self._then: Taking = lambda released: None
         self._told_at_s = 0.0
 
-    @classmethod
-    def of(cls, worker: int, store: Store) -> OwnSteps | None:
-        """For this worker, if workers make steps."""
-        return cls(worker, store.made, store.private_parameters) if store.made else None
+    @property
+    def total(self) -> int:
+        return self._made.total
 
     def asked(self, covers: int, version: int) -> None:
-        """The server has counted a step, which covers so many mini-batches."""
         self._n_covered += covers
-        self.made.cover(self._worker, self._n_covered)
+        self._made.cover(self._worker, self._n_covered)
         self.read(version)
 
     def read(self, version: int) -> None:
-        """The server has updated the worker's parameters to this version."""
-        self._read_at = version if self._copies else self.made.total
+        self._read_at = version if self._copies else self._made.total
 
-    def make(self, push: Push, covers: Sequence[DrawnBatch], then: Taking) -> int:
-        """Count a step made without the server; returns the number of steps of all workers."""
-        age = self.made.total - self._read_at
+    def count(self, push: Push, covers: Sequence[DrawnBatch], then: Taking) -> int:
+        age = self._made.total - self._read_at
         self._n_covered += len(covers)
-        self.made.make(self._worker, self._n_covered)
+        self._made.make(self._worker, self._n_covered)
         made = MadeStep(
             optimizer=push.optimizer,
             weight=push.weight,
@@ -71,33 +71,24 @@ class OwnSteps:
             loss=push.loss,
             age=age,
         )
-        self._untold.append(made)
+        self.untold.append(made)
         self._then = then
-        self._read_at = self.made.total
+        self._read_at = self._made.total
         return self._read_at
 
     @property
-    def untold(self) -> bool:
-        """Whether some steps are not reported."""
-        return bool(self._untold)
-
-    @property
     def may_wait(self) -> bool:
-        """Whether the last report was recent."""
         return time.monotonic() - self._told_at_s < _TELL_S
 
     @property
     def must_tell(self) -> bool:
-        """Whether so many steps are unreported that the worker must wait for the last answer."""
-        return len(self._untold) >= _MOST
+        return len(self.untold) >= _MOST
 
     def forget(self) -> None:
-        """This worker has failed: the server counts its steps from shared memory."""
-        self._untold = []
+        self.untold = []
 
     def tell(self, draws: tuple[Draw, ...]) -> tuple[MadeStep, PendingPush]:
-        """Report all steps: the push to send, and its pending answer."""
-        *former, last = self._untold
-        self._untold, self._told_at_s = [], time.monotonic()
+        *former, last = self.untold
+        self.untold, self._told_at_s = [], time.monotonic()
         push = replace(last, former=tuple(former), draws=draws)
         return push, PendingPush(self._then, [], draws, later=True, made=True)
