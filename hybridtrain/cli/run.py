@@ -162,7 +162,7 @@ def continue_logs(loggers: Sequence[Logger], callbacks: Sequence[Callback], step
     """
     for callback in callbacks:
         if isinstance(callback, RunMonitor):
-            callback.resumes = True
+            callback.resume()
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             purge_from(logger, step)  # hides what is logged again
@@ -358,7 +358,7 @@ def _callbacks(cfg: DictConfig, loggers: list[Logger]) -> list[Callback]:
         off.append(LearningRateMonitor)
     for callback in found:
         if isinstance(callback, RunMonitor):
-            callback.hparams = _hparams(cfg)
+            callback.describe(_hparams(cfg))
     return [x for x in found if not isinstance(x, tuple(off))]
 
 
@@ -583,7 +583,7 @@ def describe_run(cfg: DictConfig, trainer: pl.Trainer, drawn_seed: int | None) -
         about |= {"directory": str(Path.cwd()), "run_dir": str(run_dir.absolute())}
         if cfg.ckpt is not None:
             about["ckpt"] = hash_of_checkpoint(Path(cfg.ckpt))
-        context.recording.about = about
+        context.recording.describe(about)
 
 
 def hash_of_checkpoint(path: Path) -> str:

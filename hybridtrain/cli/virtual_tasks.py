@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -85,10 +86,9 @@ def _lesson(cfg: DictConfig, workers: int) -> ModuleTask:
     module = instantiate(cfg.model, _convert_="all")
     data = instantiate(cfg.data, _convert_="all") if cfg.data.get("_target_") else None
     trainer = VirtualTrainer(workers)
-    lesson = ModuleTask(module, trainer, _loader(module, data, trainer), seed, _clip(cfg))
-    if cfg.trainer.max_epochs is not None and cfg.trainer.max_epochs >= 0:
-        lesson.epochs = cfg.trainer.max_epochs
-    return lesson
+    most = cfg.trainer.max_epochs
+    epochs = math.inf if most is None or most < 0 else most
+    return ModuleTask(module, trainer, _loader(module, data, trainer), seed, _clip(cfg), epochs)
 
 
 def _loader(module: Any, data: Any, trainer: VirtualTrainer) -> Any:

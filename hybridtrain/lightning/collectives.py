@@ -52,6 +52,14 @@ class Collectives:
         self.weight = 1.0  # samples in this worker's mini-batch
         self.alone = ""  # why no other worker takes part now; empty: they do
 
+    def stay_local(self, local: bool = True) -> None:
+        """The other workers do, or do not, do what this one does."""
+        self.local = local
+
+    def begin_batch(self, local: bool, weight: float) -> None:
+        """A mini-batch of so many samples begins."""
+        self.local, self.weight = local, weight
+
     @property
     def n_workers(self) -> int:
         """W."""

@@ -56,7 +56,6 @@ from hybridtrain.training.scheme import (
     Workers,
     check_parts,
     may_meet,
-    required,
     resolve_start_method,
     serving,
     threads_of_a_worker,
@@ -97,7 +96,7 @@ class HybridLauncher(Launcher):
         """Run ``function`` in every worker; return worker 0's result."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
-        strategy.requirements = required(strategy)
+        strategy.begin_run()
         if strategy.data_options["data_shards"] is not None:
             check_visits(strategy.requirements)
         if strategy.recording is not None and strategy.recording.instead is not None:
@@ -134,7 +133,6 @@ class HybridLauncher(Launcher):
         job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
         threads = threads_of_a_worker(strategy, strategy.local_workers)
         check_startup(strategy, start_method, threads, usable_cores(), job)
-        strategy.interrupted_by = None
         way = Workers(start_method, threads)
         try:
             if strategy.node_rank > 0:
@@ -205,7 +203,7 @@ class HybridLauncher(Launcher):
         self, interruption: Interrupted, trainer: pl.Trainer, scratch: Scratch
     ) -> NoReturn:
         """A signal ended the run: save what is finished, then raise what Lightning raises."""
-        self._strategy.interrupted_by = interruption.signum
+        self._strategy.interrupt(interruption.signum)
         save_finished(trainer, interruption.results, scratch)
         if interruption.signum != signal.SIGINT:
             sys.exit(128 + interruption.signum)
@@ -213,7 +211,7 @@ class HybridLauncher(Launcher):
 
     def _play(self, instead: Runner, job: _Job) -> Any:
         """Run the workers in this process."""
-        self._strategy.keeping.broken_since_s = None
+        self._strategy.keeping.is_whole()
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
         return unpack(job.trainer, results, given=job.given()) if results else None
 
@@ -257,11 +255,12 @@ def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
     if not (strategy.requirements.whole_rounds and restarts and trainer.state.fn == "fit"):
         yield
         return
-    strategy.rng_mailbox = pages = RngMailbox(strategy.world_size)
+    pages = RngMailbox(strategy.world_size)
+    strategy.exchange_rng(pages)
     try:
         yield
     finally:
-        strategy.rng_mailbox = None
+        strategy.exchange_rng(None)
         pages.close()
 
 

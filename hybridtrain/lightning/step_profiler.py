@@ -157,10 +157,7 @@ class StepProfiler(Profiler):
         timed(track, client.line, "send", Phase.PUSH)
         timed(track, client, "await_release", Phase.WAIT, "wait for the release")
 
-        def note() -> None:
-            track.note = client.version
-
-        follow(client, "await_release", note)
+        follow(client, "await_release", lambda: track.mark(client.version))
 
     def _watch_session(self, session: Any, client: Client) -> None:
         """Time the session's parts; the user may replace optimizers later."""
@@ -186,7 +183,7 @@ class StepProfiler(Profiler):
         place = parts or self._parts
         if self._track is None or place is None:
             return
-        self._track.name = f"worker {worker}"
+        self._track.rename(f"worker {worker}")
         try:
             place.mkdir(parents=True, exist_ok=True)
             (place / f"{worker}.json").write_text(json.dumps(self._track.packed()))

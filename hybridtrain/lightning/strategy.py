@@ -10,7 +10,8 @@ every release.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any, Unpack
@@ -54,8 +55,9 @@ from hybridtrain.lightning_package import admit, decide, is_foreign, other_than,
 from hybridtrain.options.exchange_options import INSIDE, InsideOptions
 from hybridtrain.options.strategy_arguments import StrategyArguments, checked, of_lightning
 from hybridtrain.protocol.messages import Clip, Paused, Resumed
+from hybridtrain.recording.run_description import Recording
 from hybridtrain.testing.faults import read_faults
-from hybridtrain.training.scheme import Scheme
+from hybridtrain.training.scheme import Scheme, required
 from hybridtrain.training.step.remote_state import without_fetching
 from hybridtrain.util.option_types import Named, choose
 from hybridtrain.worker.client import Client
@@ -258,6 +260,29 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if self.cluster_environment is not None and self.accelerator is not None:
             super().teardown()
 
+    # ---- a run, in the calling process ----------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """Derive what policy and exchange require of this number of workers."""
+        self.requirements, self.interrupted_by = required(self), None
+
+    def interrupt(self, signum: int) -> None:
+        """This signal has ended the run."""
+        self.interrupted_by = signum
+
+    def exchange_rng(self, mailbox: RngMailbox | None) -> None:
+        """Where workers leave their RNG states, if one may be replaced."""
+        self.rng_mailbox = mailbox
+
+    @contextmanager
+    def playing(self, recording: Recording) -> Iterator[None]:
+        """Let its runner take the place of processes."""
+        former, self.recording = self.recording, recording
+        try:
+            yield
+        finally:
+            self.recording = former
+
     @property
     def session(self) -> Session | None:
         """Forward, backward and steps of the current training."""
@@ -307,9 +332,10 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
-        self.collectives.local, self._abstains = not self.requirements.whole_rounds, False
-        self.collectives.weight, together = self._loaders.weigh(batch)
-        self._session.begin_batch(batch, self.collectives.weight, together)
+        self._abstains = False
+        samples, together = self._loaders.weigh(batch)
+        self.collectives.begin_batch(not self.requirements.whole_rounds, samples)
+        self._session.begin_batch(batch, samples, together)
 
     def optimizer_step(
         self,
@@ -430,7 +456,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def meet(self, ends: bool = False) -> None:
         """As ``align``, at the end of a worker's share, which need not end the epoch."""
         self.flush(ends)
-        self.collectives.local = False
+        self.collectives.stay_local(False)
         agree(self._session, self._count, self.collectives)
         self._has_asked &= not self.requirements.evaluates  # the masters are not what is evaluated
         if self._count is None and self._session is not None and self._all_meet:
@@ -447,6 +473,24 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def on_validation_end(self) -> None:
         if self.is_global_zero:
             self.client.note(Resumed())
+
+    @contextmanager
+    def saving_alone(self) -> Iterator[None]:
+        """This worker writes a checkpoint that the others do not know of."""
+        self.saves_alone = True
+        try:
+            yield
+        finally:
+            self.saves_alone = False
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """This worker sends the state of training, perhaps in the middle of a step."""
+        self.tells = True
+        try:
+            yield
+        finally:
+            self.tells = False
 
     # ---- checkpoints ----------------------------------------------------------------------------
 

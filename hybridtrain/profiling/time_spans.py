@@ -197,6 +197,14 @@ class Track:
         self.step, self._kept = step, step % self.every == 0
         self.n_steps += 1
 
+    def mark(self, note: int) -> None:
+        """Spans that are kept from now on have this number."""
+        self.note = note
+
+    def rename(self, name: str) -> None:
+        """The name of the track on the timeline."""
+        self.name = name
+
     def keep(self, kind: int, begin_ns: int, end_ns: int) -> None:
         """Add a span to the timeline."""
         self.kind.append(kind)
@@ -352,7 +360,7 @@ class ServerWatch:
             kind = kinds.get(what)
             if kind is None:
                 kind = kinds[what] = track.kind_of(what.__name__.lower(), Phase.SERVE)
-            track.note = getattr(event, "worker", -1)
+            track.mark(getattr(event, "worker", -1))
             if behind := statistics.version - track.step:
                 track.next_step(statistics.version)
                 track.n_steps += max(0, behind - 1)  # updates made without the server

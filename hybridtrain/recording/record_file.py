@@ -181,7 +181,11 @@ class Writer:
             while content:
                 content = content[os.write(self._fd, content) :]
         except OSError as error:
-            self.refusal = error
+            self.refuse(error)
+
+    def refuse(self, error: OSError) -> None:
+        """End the record here, because of the first of these."""
+        self.refusal = self.refusal or error
 
     def close(self) -> None:
         """Close the file; once is enough."""

@@ -94,6 +94,11 @@ class Stamp:
     def __call__(self) -> float:
         return self.at_s
 
+    def stand(self, at_s: float) -> float:
+        """It is this time now; returns it."""
+        self.at_s = at_s
+        return at_s
+
 
 class RecordingServer(Server):
     """A server that records each event, and what workers have made before, before it handles it.
@@ -127,7 +132,7 @@ class RecordingServer(Server):
         self._workers_made()
         if isinstance(message, UNRECORDED):
             return super()._on(event)
-        now_s = self._stamp.at_s = self._real_clock()
+        now_s = self._stamp.stand(self._real_clock())
         if isinstance(event, Received) and not isinstance(message, NOTES):
             self._asked(event.worker, event.message, now_s)
         else:
@@ -150,7 +155,7 @@ class RecordingServer(Server):
             return
         for contributions in self._log.read(self.version):
             for worker, print, own_s, samples, at_s in contributions:
-                at_s = self._stamp.at_s = max(at_s, self._stamp.at_s)
+                at_s = self._stamp.stand(max(at_s, self._stamp.at_s))
                 self._writer.event("Push", worker, print, at_s, own_s, samples, made=True)
             for each in contributions:
                 self._own.goes_on(each.worker, self._stamp.at_s, fresh=True)
@@ -211,8 +216,7 @@ class RecordingServer(Server):
             self._writer.event(kind, getattr(event, "worker", NOBODY), 0, now_s, 0.0, 0.0)
 
     def _end_record(self, reason: str) -> None:
-        if self._writer.refusal is None:
-            self._writer.refusal = OSError(reason)
+        self._writer.refuse(OSError(reason))
 
     def _tell_of_data(self, said: Mapping[str, Any]) -> None:
         """Record each description once; all workers send the same."""

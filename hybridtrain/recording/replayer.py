@@ -88,7 +88,7 @@ class Replayer:
         done = 0
         try:
             for event in self._record.events():
-                self._stamp.at_s = event.at_s
+                self._stamp.stand(event.at_s)
                 if event.kind not in OUTCOMES:
                     self._repeat(event)
                 done += 1

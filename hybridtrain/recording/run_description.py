@@ -62,6 +62,10 @@ class Recording:
         """Make it from the user's option."""
         return None if place in (None, "") else cls(Path(place))
 
+    def describe(self, about: dict[str, Any]) -> None:
+        """Plain data for the header."""
+        self.about = about
+
     def open(self) -> Writer:
         """Open a new file; older ones stay.
 

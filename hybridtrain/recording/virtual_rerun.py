@@ -55,7 +55,7 @@ class Rehearsal:
         self._arriving: list[tuple[float, int, int, Word]] = []  # time, worker, a number, message
         self._said = 0
         self._averaged: set[int] = set()  # workers whose next push takes no further computation
-        stamp.at_s = 0.0
+        stamp.stand(0.0)
 
     def run(self, bodies: Sequence[Body]) -> list[Any]:
         """The results of the bodies.
@@ -76,10 +76,11 @@ class Rehearsal:
     def _step(self) -> None:
         wake_at_s = self._server.wake_at_s
         if wake_at_s is not None and (not self._arriving or wake_at_s <= self._arriving[0][0]):
-            self._stamp.at_s = max(self._stamp.at_s, wake_at_s)
+            self._stamp.stand(max(self._stamp.at_s, wake_at_s))
             self._on(TimerExpired())
             return
-        self._stamp.at_s, worker, _, said = heapq.heappop(self._arriving)
+        at_s, worker, _, said = heapq.heappop(self._arriving)
+        self._stamp.stand(at_s)
         match said:
             case Ended(error):
                 self._end(worker, error)

@@ -324,6 +324,10 @@ class BatchQueue:
                 one.claimed.setdefault(NOBODY, []).append(cover.spans)
         return NOBODY
 
+    def count_by(self, covered: Callable[[int], int] | None) -> None:
+        """``covered``: how many mini-batches a worker has finished without the server."""
+        self.covered = covered
+
     def done(self, worker: int, push: Push, samples: float) -> None:
         """A push of so many ``samples`` is part of an update.
 

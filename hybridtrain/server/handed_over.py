@@ -42,15 +42,14 @@ class HandedOver:
             n_bytes -= sum(_place_bytes(store, number) for number in row.absent)
             n_bytes -= sum(_unused_bytes(store, packed) for packed in row.packed)
         if row.encoded is None:
-            self._statistics.sent_bytes += n_bytes
+            self._statistics.count_bytes(n_bytes)
         else:
-            self._statistics.sent_bytes += row.encoded
-            self._statistics.saved_bytes += n_bytes - row.encoded
+            self._statistics.count_bytes(row.encoded, saved=n_bytes - row.encoded)
             self._decode(worker, row, members, store)
 
     def count(self, n: int) -> None:
         """Count ``n`` whole gradients for the only optimizer."""
-        self._statistics.sent_bytes += n * sum(whole for _, whole in self._whole.values())
+        self._statistics.count_bytes(n * sum(whole for _, whole in self._whole.values()))
 
     def take_for_mean(self, worker: int, row: Row, store: Store) -> None:
         """A gradient is to be averaged; decoded, it lies at its places afterwards."""

@@ -18,6 +18,7 @@ from hybridtrain.protocol.events import Announced, Event
 from hybridtrain.protocol.facts import (
     Accumulate,
     Apply,
+    Began,
     Drop,
     Fact,
     Joined,
@@ -91,11 +92,28 @@ class Rounds:
         self._ready: set[int] = set()  # workers that wait to begin
         self._held: list[tuple[int, int, tuple[DrawnBatch, ...]]] = []  # worker, age, mini-batches
         self._outcome: dict[int, Stepped] = {}  # of the pushes of waiting workers
-        self.last: int | None = None  # the version after which no update is made
+        self._last: int | None = None  # the version after which no update is made
         self._early: EarlyStep | None = None
         for worker in sorted(workers):
             if self.join(worker):
                 raise UserError(too_early(policy, worker))
+
+    def share(self, store: Store | None) -> None:
+        """Masters and rows lie here from now on."""
+        self.store = store
+
+    def step_with(self, optimizers: Optimizers) -> None:
+        """Step these from now on."""
+        self.optimizers = optimizers
+
+    def begin(self, version: int, last: int | None) -> None:
+        """Training begins at ``version``. ``last``: after this one no update is made."""
+        self.tell(Began(version))
+        self._last = last
+
+    def breaks(self) -> None:
+        """A worker has stopped: no round can be complete any more."""
+        self.broken = True
 
     @property
     def _averages(self) -> bool:
@@ -128,7 +146,7 @@ class Rounds:
 
     @property
     def _over(self) -> bool:
-        return self.last is not None and self._statistics.version >= self.last
+        return self._last is not None and self._statistics.version >= self._last
 
     def ready(self, worker: int, writes: Writes) -> Replies:
         """The worker asks to begin a mini-batch, after these ``writes`` of user code."""
@@ -163,7 +181,7 @@ class Rounds:
         self._averaging.given.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         made = isinstance(push, MadeStep)  # it counts in any case
-        if self._over or (not made and self.last is not None and self.version >= self.last):
+        if self._over or (not made and self._last is not None and self.version >= self._last):
             return freed + self._release_all()
         final = _follows(push) or self._queue.is_last_chance(push.covers)
         last = self.requirements.drops_late and final

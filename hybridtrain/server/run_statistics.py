@@ -79,6 +79,11 @@ class RunStatistics:
         for account in self._accounts:
             account.released_at_s = 0.0
 
+    def count_bytes(self, sent: int, saved: int = 0) -> None:
+        """A contribution has so many bytes; encoding has saved so many."""
+        self.sent_bytes += sent
+        self.saved_bytes += saved
+
     def pause(self) -> None:
         """A validation begins: training time stops until ``resume``."""
         if self._paused_at_s is None:

@@ -37,7 +37,6 @@ from hybridtrain.protocol.events import (
     Restarted,
     TimerExpired,
 )
-from hybridtrain.protocol.facts import Began
 from hybridtrain.protocol.messages import (
     Answer,
     Average,
@@ -207,7 +206,7 @@ class Server:
             case TimerExpired():
                 return self._guarded([], self._rounds.wake) or self._free_the_stuck()
             case BrokenOff():
-                self._rounds.broken = True
+                self._rounds.breaks()
                 return self._wishes.answer() + self._dismiss(waits=True)
         return []
 
@@ -425,7 +424,8 @@ class Server:
                 shares = [r for r in requests if isinstance(r, Share)]
                 by_worker = dict(zip(workers, shares, strict=True))
                 n_workers = self.statistics.n_workers
-                self._rounds.store = store = shared_store(by_worker, n_workers, self.requirements)
+                store = shared_store(by_worker, n_workers, self.requirements)
+                self._rounds.share(store)
                 return Shared(store.arena.n_bytes)
             case Install():
                 return self._install(workers, requests[0])
@@ -439,8 +439,7 @@ class Server:
         updates = load_updates(install.optimizers, store, self._pool, known, self._merge)
         if not known:
             self.statistics.start(install.version)
-            self._rounds.tell(Began(install.version))
-            self._rounds.last = install.last
+            self._rounds.begin(install.version, install.last)
         self.adopt(store, Optimizers(updates, store, self._pool))
         for worker in workers:
             self._rounds.refresh(worker)
@@ -448,8 +447,9 @@ class Server:
 
     def adopt(self, store: Store | None, optimizers: Optimizers) -> None:
         """Step these from now on. Without a store there are no parameters, only time passes."""
-        self._rounds.store, self._rounds.optimizers = store, optimizers
-        optimizers.late = self._late.begun(store)
+        self._rounds.share(store)
+        self._rounds.step_with(optimizers)
+        optimizers.correct_by(self._late.begun(store))
 
     # ---- stopping -------------------------------------------------------------------------------
 
@@ -473,7 +473,8 @@ class Server:
     def _note_stopped(self, workers: set[int]) -> None:
         """In lock-step no round can be complete any more."""
         self._stopped |= workers
-        self._rounds.broken |= self.requirements.whole_rounds and bool(self._stopped)
+        if self.requirements.whole_rounds and self._stopped:
+            self._rounds.breaks()
 
     def close(self) -> None:
         """End the threads of the update."""

@@ -74,6 +74,10 @@ class Optimizers:
         self._usual: tuple[Update | None, dict[int, float], list[Contribution]] = (None, {}, [])
         self.late = LateGradients()
 
+    def correct_by(self, late: LateGradients) -> None:
+        """Correct late gradients by this."""
+        self.late = late
+
     @property
     def updates(self) -> tuple[Update, ...]:
         """In their order."""

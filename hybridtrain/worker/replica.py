@@ -87,6 +87,10 @@ class Replica(Protocol):
         """To be called while the worker awaits its release."""
         return None
 
+    def adds(self, adding: bool) -> None:
+        """Whether the next backward only adds up: nothing is to leave yet."""
+        self.adding = adding
+
     def collect(self, numbers: Sequence[int], as_they_are: bool = False) -> tuple[int, ...]:
         """Bring these parameters' gradients to the row; returns the numbers that have none.
 

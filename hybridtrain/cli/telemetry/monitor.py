@@ -158,8 +158,8 @@ class RunMonitor(pl.Callback):
     def __init__(self, directory: str | None = None, log_every_s: float = 1.0) -> None:
         self.directory = Path(directory) if directory is not None else None
         self.log_every_s = log_every_s
-        self.hparams: dict[str, Any] | None = None  # set by the command line, logged at the start
-        self.resumes = False  # set by resume: continue the history in the directory
+        self.hparams: dict[str, Any] | None = None
+        self.resumes = False
         self._total: dict[str, int] = {}  # in the checkpoint it resumed from; empty: unknown
         self._samples = 0.0
         self._first = 0  # updates before the checkpoint
@@ -179,6 +179,14 @@ class RunMonitor(pl.Callback):
         self._metrics: dict[str, torch.Tensor] = {}  # at the last validation
         self._before: dict[str, torch.Tensor] = {}  # metrics before the current validation
         self._validated: dict[str, float] = {}
+
+    def describe(self, hparams: dict[str, Any]) -> None:
+        """Log these at the start."""
+        self.hparams = hparams
+
+    def resume(self) -> None:
+        """Continue the history in the directory."""
+        self.resumes = True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the hyper-parameters, and begin the history."""

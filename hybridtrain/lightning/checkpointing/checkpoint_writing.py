@@ -64,6 +64,10 @@ class CheckpointWriting:
             for path, reason in self.unsaved.lost.items():
                 rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
 
+    def is_whole(self) -> None:
+        """The trained state is in this process."""
+        self.broken_since_s = None
+
     def figures(self) -> dict[str, Any]:
         """For ``run_stats()``: missing checkpoints, with the reason."""
         return {"unsaved": dict(self.unsaved.lost)}

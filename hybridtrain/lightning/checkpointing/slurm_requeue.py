@@ -89,12 +89,8 @@ class Requeue(pl.Callback):
     def _look(self, trainer: Any, *_: Any, **__: Any) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run or not self._warned.heed():
             return
-        context = context_of(trainer)
-        context.saves_alone = True
-        try:
+        with context_of(trainer).saving_alone():
             requeue_slurm_job(trainer, self._warned.number)
-        finally:
-            context.saves_alone = False
 
     on_train_batch_end = on_validation_batch_end = _look
     on_test_batch_end = on_predict_batch_end = _look

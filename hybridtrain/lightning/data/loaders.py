@@ -86,7 +86,7 @@ class Loaders:
         self._options = options
         self._tell = data_teller(client, context_of(trainer).recording is None)
         self.samplers: list[EpochSampler] = []
-        self.remembers = False  # whether samplers remember each step's mini-batches
+        self._remembers = False
         self._made_in_epoch: int | None = None
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it done
         self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
@@ -107,6 +107,10 @@ class Loaders:
         before(Point.BATCHES, loop, self.begin_epoch)
 
     # ---- making loaders -------------------------------------------------------------------------
+
+    def remember(self, remembers: bool) -> None:
+        """Whether samplers remember each step's mini-batches."""
+        self._remembers = remembers
 
     def resolve(
         self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
@@ -248,7 +252,7 @@ class Loaders:
             return
         version = self._client.expected_version
         for sampler in self.samplers:
-            sampler.commit(version if self.remembers else None, self._owes)
+            sampler.commit(version if self._remembers else None, self._owes)
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if not self._owes:
             self._former = self._committed

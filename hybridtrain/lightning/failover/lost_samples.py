@@ -48,7 +48,7 @@ def prepare_for_losses(
         know_the_loggers(trainer, strategy.collectives)
     LeaderFailover(trainer, strategy.client)
     continues = choice == "continue"
-    loaders.remembers = continues and whole_rounds
+    loaders.remember(continues and whole_rounds)
     asked = choice == "restart" or strategy.on_failure.joins
     state = RejoinState(trainer, loaders, strategy.rng_mailbox, back, asked)
     if whole_rounds and not continues:  # a restarted worker keeps its place
@@ -84,7 +84,7 @@ class LostSampleRedistribution:
         if self._position.on(EpochEvent.REACHES_END):
             self._strategy.meet()
             # The hooks of this mini-batch follow, which not every worker has.
-            self._strategy.collectives.local = not self._whole_rounds
+            self._strategy.collectives.stay_local(not self._whole_rounds)
 
     def end_epoch(self) -> None:
         """Before all workers meet: one that stopped early has not met them at its end yet."""

@@ -139,11 +139,8 @@ class RejoinState:
         """A checkpoint of the last whole step, from a worker in the middle of the next."""
         trainer, context = self._trainer, context_of(self._trainer)
         module = trainer.lightning_module
-        context.tells = True
-        try:
+        with context.telling():
             checkpoint = dump_at_once(trainer)
-        finally:
-            context.tells = False
         state = checkpoint["state_dict"]
         checkpoint = self._loaders.write(checkpoint, for_now=True)
         loggers = [identity(logger) for logger in trainer.loggers]

@@ -77,7 +77,7 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
     path, context = interrupted_in(Path(folder)), context_of(trainer)
     try:
         context.before_checkpoint()  # other workers may have made later updates
-        context.collectives.local = False  # user code may gather, from this worker alone
+        context.collectives.stay_local(False)  # user code may gather, from this worker alone
         if trainer.global_step == 0:
             return False
         if context.client.worker != 0:

@@ -88,10 +88,10 @@ class ModuleTask:
         loader: Any,
         seed: int,
         clip: Clip | None = None,
+        epochs: float = math.inf,
     ) -> None:
         _check(module, loader)
-        self.clip, self.loss = clip, 0.0
-        self.epochs = math.inf
+        self.clip, self.loss, self.epochs = clip, 0.0, epochs
         self._module, self._trainer = module, trainer
         module.trainer = trainer
         vars(module)["log"] = _ignore

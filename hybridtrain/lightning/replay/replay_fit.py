@@ -95,13 +95,9 @@ class InProcessRunner(Generic[T]):
         Raises:
             BaseException: of the run or a worker.
         """
-        context = context_of(trainer)
-        former = context.recording
-        context.recording = Recording(self.record.path, {}, self, self.record.n_hosts)
-        try:
+        recording = Recording(self.record.path, {}, self, self.record.n_hosts)
+        with context_of(trainer).playing(recording):
             trainer.fit(module, **options)
-        finally:
-            context.recording = former
         if self.error is not None:
             raise self.error
         assert self.outcome is not None, "the launcher has played"

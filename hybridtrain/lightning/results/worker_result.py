@@ -143,7 +143,7 @@ def save_finished(
     if trainer.state.fn != "fit" or not any(isinstance(each, WorkerResult) for each in results):
         return
     unpack(trainer, results, scratch)
-    context_of(trainer).keeping.broken_since_s = None  # the trained state is in this process
+    context_of(trainer).keeping.is_whole()
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder:
         path = interrupted_in(Path(folder))

@@ -310,7 +310,7 @@ class Session(WorkerSession):
         for step in self.steps if self._requirements.watches_loss else ():
             step.watch(loss.detach())
         self.guard.see(loss)
-        self.replica.adding = self.accumulates()
+        self.replica.adds(self.accumulates())
         try:
             return run()
         except Exception as error:

@@ -84,6 +84,10 @@ class StepCountGroup:
     figures: Figures
     begun: bool = False  # its members have state
 
+    def begin(self, begun: bool) -> None:
+        """Its members have state now, or none."""
+        self.begun = begun
+
     def split_off(self, leaving: Collection[int]) -> StepCountGroup:
         """Move these members to a new group."""
         self.members = [index for index in self.members if index not in leaving]
@@ -372,7 +376,7 @@ class Undo:
             for buffer, part in zip(self._buffers, (chunk.parameter, *chunk.state), strict=False):
                 part.copy_(buffer[chunk.start : end])
         for count_group, figures, begun in self._counts:
-            count_group.begun = begun
+            count_group.begin(begun)
             for name, figure in figures.items():
                 count_group.figures[name].copy_(figure)
         self.begin(())

@@ -244,7 +244,7 @@ class FlatUpdate(Update):
                 else:
                     for index in count_group.members:
                         self._part(name, index).fill_(value)
-        count_group.begun = count_group.begun or self._kernel.keeps(group)
+        count_group.begin(count_group.begun or self._kernel.keeps(group))
         return self._kernel.prepare(group, count_group.figures, first)
 
     def _step_chunk(

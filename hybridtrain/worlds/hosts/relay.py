@@ -176,13 +176,13 @@ class Relay:
 
     def _listen(self, worker: WorkerProcess) -> None:
         for message in worker.messages():
-            worker.heard += 1
+            worker.hear()
             if isinstance(message, Share):
                 self._share = message
             elif isinstance(message, Snapshot):
                 message = Snapshot(message.refresh)  # a file of this host is none of the server's
             if not isinstance(message, NOTES):
-                worker.request = message
+                worker.ask(message)
                 if self._hold(worker, message):
                     continue
                 self._hand_over()

@@ -206,7 +206,7 @@ class ProcessWorld:
         whole_rounds = self.server.requirements.whole_rounds
         self.roster = Roster(self.n_workers, self.judge, self.grace_s, whole_rounds)
         self._starter = self._made_starter(body, again)
-        self.server.membership.queue.covered = self._covered
+        self.server.membership.queue.count_by(self._covered)
         self.server.workers_updates.free_by(self._free)
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
@@ -217,14 +217,14 @@ class ProcessWorld:
                 self._starter.kill()
                 self._starter.close()
                 # Break the reference cycle between server and world.
-                self.server.membership.queue.covered = None
+                self.server.membership.queue.count_by(None)
                 self.server.workers_updates.free_by(lambda pid, for_s: None)
                 self.server.close()
         results = [worker.result for worker in self._starter.workers]
         if self._signals and isinstance(self._failure, BeginAnew):  # one that came just now
             self._failure = Interrupted(self._signals[0])
         if isinstance(self._failure, Interrupted):
-            self._failure.results = results
+            self._failure = Interrupted(self._failure.signum, results)
         if self._failure is not None:
             raise self._failure
         self.watchdog.conclude()
@@ -352,18 +352,18 @@ class ProcessWorld:
 
     def _listen(self, worker: WorkerHandle, selector: BaseSelector) -> None:
         for message in worker.messages():
-            worker.heard += 1
+            worker.hear()
             self._take(worker, message, selector)
 
     def _take(self, worker: WorkerHandle, message: Any, selector: BaseSelector) -> None:
         roster, number = self.roster, worker.number
         match message:
             case Finished(result, first):
-                worker.request, worker.result = None, result
+                worker.finish(result)
                 roster.finished(number, first)
                 self._on(Completed(number))
             case Failed():
-                worker.request = None
+                worker.ask(None)
                 self._fail(worker, message.rebuild(number, worker.place), message.waits)
             case Progress(whom, payload, question):
                 self._do(roster.told(number, whom, question, payload), selector)
@@ -374,7 +374,7 @@ class ProcessWorld:
                 self._on(Received(number, message))
             case _:
                 if not isinstance(message, NOTES):
-                    worker.request = message
+                    worker.ask(message)
                     if (event := _EVENTS.get(type(message))) is not None:
                         roster.on(number, event)
                 self._on(Received(number, message))
@@ -412,7 +412,7 @@ class ProcessWorld:
         match self.roster.failed(number, error, now_s, self.server.training, waits):
             case GoOn():
                 to_stderr(f"{in_words(error)}; the others go on without it{worker.aftermath()}")
-                worker.mourned = True
+                worker.mourn()
                 self._on(Removed(number, announced=True))
             case Replace(delay_s, restart, anew):
                 news = f"; restart {restart}, in {delay_s:g} s" + _ANEW * anew
@@ -421,7 +421,7 @@ class ProcessWorld:
                     self._failure = BeginAnew(delay_s)
                     self._end()
                 else:
-                    worker.mourned = True
+                    worker.mourn()
                     self._on(Removed(number, announced=True, returns=True))
             case End(reason):
                 if reason:

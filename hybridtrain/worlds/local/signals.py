@@ -6,7 +6,7 @@ import os
 import selectors
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +23,9 @@ class Interrupted(BaseException):
     ``results``: of the workers, in their order; ``None`` if not finished.
     """
 
-    def __init__(self, signum: int) -> None:
+    def __init__(self, signum: int, results: Sequence[Any] = ()) -> None:
         super().__init__(signal.Signals(signum).name)
-        self.signum, self.results = signum, list[Any]()
+        self.signum, self.results = signum, results
 
 
 def wait_unless_signalled(seconds: float) -> None:

@@ -75,6 +75,22 @@ class WorkerHandle(ABC):
     heard: int = field(default=0, kw_only=True)
     counts: bool = field(default=True, kw_only=True)
 
+    def hear(self) -> None:
+        """The worker has sent a message."""
+        self.heard += 1
+
+    def ask(self, request: Request | None) -> None:
+        """The worker waits for the answer to this."""
+        self.request = request
+
+    def finish(self, result: Any) -> None:
+        """The worker has ended with this result."""
+        self.request, self.result = None, result
+
+    def mourn(self) -> None:
+        """The server knows of the loss."""
+        self.mourned = True
+
     @property
     def asked(self) -> str:
         """The answer that the worker waits for, in words; empty if none."""
