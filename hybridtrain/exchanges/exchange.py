@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkabl
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import as_typed
 
 # ---- the contract of a merge rule: how the gradients of an update's workers become one ----------
 # Without a rule it is their mean, weighted by samples. A rule sees each worker's gradients apart,
@@ -91,7 +92,7 @@ def merges(rule: MergeRule | None, contributions: int) -> TypeGuard[MergeRule]:
     if rule is None or contributions >= rule.least:
         return rule is not None
     warnings.warn(
-        f"update={type(rule).__name__} merges at least {rule.least} contributions; an update at "
+        f"update={as_typed(rule)} merges at least {rule.least} contributions; an update at "
         f"the end of an epoch has {contributions}, and is their mean",
         stacklevel=2,
     )
@@ -109,15 +110,15 @@ def check_rule(rule: MergeRule, policy: object, gathers: int, holds: bool) -> No
     Raises:
         UserError: if not.
     """
-    name = type(rule).__name__
+    name, given = as_typed(rule), as_typed(policy)
     if holds:
         raise UserError(
-            f"update={name} was given with policy={policy}, which puts contributions aside as one "
+            f"update={name} was given with policy={given}, which puts contributions aside as one "
             "sum, and the rule merges separate ones; use policy=hybrid or backup"
         )
     if gathers < rule.least:
         raise UserError(
-            f"update={name} was given with policy={policy}, where {gathers} contributions make an "
+            f"update={name} was given with policy={given}, where {gathers} contributions make an "
             f"update, but it merges at least {rule.least}; use policy=hybrid with at least "
             f"{rule.least} workers, or update=user"
         )

@@ -9,6 +9,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Exchange, evaluates
 from hybridtrain.memory import UpdateMaker
 from hybridtrain.policies import Needs, Policy
+from hybridtrain.util.option_types import as_typed
 
 Place = Literal["masters", "copy", "own", "shared"]
 Data = Literal["shares", "queue", "dealt"]
@@ -146,7 +147,7 @@ def combine(
     needs = policy.begin(n_workers)
     if not isinstance(needs, Needs):
         raise UserError(
-            f"policy={policy}: begin() returned {needs!r}; it must return a "
+            f"policy={as_typed(policy)}: begin() returned {needs!r}; it must return a "
             "hybridtrain.policies.Needs, such as Needs(whole_rounds=True)"
         )
     _check(policy, needs, exchange)
@@ -190,24 +191,25 @@ def _check_inside(policy: Policy, needs: Needs, exchange: Exchange, inside: Insi
     else:
         return
     raise UserError(
-        f"inside was given with policy={policy}, exchange={exchange}, but {reason}; use "
-        "strategy=diloco, local_sgd, post_local_sgd or streaming_diloco (or easgd with "
-        "policy=hybrid), or leave inside out"
+        f"inside was given with policy={as_typed(policy)}, exchange={as_typed(exchange)}, but "
+        f"{reason}; use strategy=diloco, local_sgd, post_local_sgd or streaming_diloco (or easgd "
+        "with policy=hybrid), or leave inside out"
     )
 
 
 def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
     """Workers that step parameters themselves need a policy that lets them."""
     shared = exchange.parameters == "shared"
+    given = f"exchange={as_typed(exchange)} was given with policy={as_typed(policy)}"
     if needs.whole_pass != evaluates(exchange):
         raise UserError(
-            f"exchange={exchange} was given with policy={policy}, but a pass over the data that is "
+            f"{given}, but a pass over the data that is "
             "one evaluation of the loss takes both policy=sandblaster and exchange=summed; use "
             "strategy=sandblaster, or another pair"
         )
     if getattr(policy, "exchange", None) == "in_place" and not shared:
         raise UserError(
-            f"exchange={exchange} was given with policy={policy}, but there workers write to the "
+            f"{given}, but there workers write to the "
             "masters and hand nothing over; use policy=async, or exchange=in_place"
         )
     if exchange.parameters == "read":
@@ -225,7 +227,4 @@ def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
     else:
         return
     fits = "hogwild (or async)" if shared else "hybrid, ssp or async"
-    raise UserError(
-        f"exchange={exchange} was given with policy={policy}, but {reason}; use policy={fits}, or "
-        "exchange=gradient"
-    )
+    raise UserError(f"{given}, but {reason}; use policy={fits}, or exchange=gradient")

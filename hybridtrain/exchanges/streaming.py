@@ -23,7 +23,7 @@ from hybridtrain.exchanges.compression import Compressor, make_codec
 from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer
 from hybridtrain.exchanges.own_steps import StepsOwnParameters
 from hybridtrain.options.exchange_options import StreamingOptions
-from hybridtrain.util.option_types import BriefRepr
+from hybridtrain.util.option_types import BriefRepr, as_typed
 
 # ---- which parameters travel together, where they do not all travel at once ---------------------
 
@@ -111,8 +111,9 @@ class Streaming(StepsOwnParameters, StreamingOptions, BriefRepr):
     def check(self, n_workers: int, whole_rounds: bool) -> None:
         if not whole_rounds:
             raise UserError(
-                f"exchange={self} was given with a policy under which workers run freely, but the "
-                "fragments that a worker does not exchange would move meanwhile; use policy=hybrid"
+                f"exchange={as_typed(self)} was given with a policy under which workers run "
+                "freely, but the fragments that a worker does not exchange would move meanwhile; "
+                "use policy=hybrid"
             )
 
     def check_tensors(self, n_tensors: int) -> None:

@@ -18,7 +18,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Leaving, Local, Offer
 from hybridtrain.exchanges.own_steps import StepsOwnParameters
 from hybridtrain.options.exchange_options import SummedOptions
-from hybridtrain.util.option_types import BriefRepr
+from hybridtrain.util.option_types import BriefRepr, as_typed
 
 _SHORT = 0.5  # the share of a portion's samples from which on another one is short
 _ALIKE = 0.2  # by which share a loss may differ from a sum's
@@ -46,8 +46,8 @@ class Summed(StepsOwnParameters, SummedOptions, BriefRepr):
     def check(self, n_workers: int, whole_rounds: bool) -> None:
         if whole_rounds:
             raise UserError(
-                f"exchange={self} was given with a policy under which all workers step together, "
-                "but it hands over one sum for each epoch; use strategy=sandblaster"
+                f"exchange={as_typed(self)} was given with a policy under which all workers step "
+                "together, but it hands over one sum for each epoch; use strategy=sandblaster"
             )
 
     def step(self, local: Local) -> Leaving:

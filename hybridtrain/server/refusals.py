@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hybridtrain.protocol.messages import Push
 from hybridtrain.updates import Optimizers
+from hybridtrain.util.option_types import as_typed
 
 
 def missed(worker: int, waiting: Iterable[int]) -> str:
@@ -20,8 +21,9 @@ def stuck(policy: object, waiting: Sequence[tuple[str, Iterable[int]]]) -> str:
     """All workers wait, and none can free them. ``waiting``: for what, and which workers."""
     who = [f"worker {_numbers(some)} for {what}" for what, some in waiting if some]
     return (
-        f"policy {policy} would wait for ever: all who are left wait ({'; '.join(who)}), and "
-        "nobody is left to free them; this is an error of the policy, or of a worker that left"
+        f"policy {as_typed(policy)} would wait for ever: all who are left wait "
+        f"({'; '.join(who)}), and nobody is left to free them; this is an error of the policy, or "
+        "of a worker that left"
     )
 
 
@@ -38,8 +40,9 @@ def standing(for_s: float, waiting: Mapping[int, str], away: Sequence[int]) -> s
 def too_early(policy: object, worker: int) -> str:
     """The policy releases a worker that does not wait."""
     return (
-        f"policy {policy} ordered a Release before training began, when worker {worker} joined; "
-        "nobody waits then: on Joined, order only WakeAt, or Release of workers that have pushed"
+        f"policy {as_typed(policy)} ordered a Release before training began, when worker {worker} "
+        "joined; nobody waits then: on Joined, order only WakeAt, or Release of workers that have "
+        "pushed"
     )
 
 

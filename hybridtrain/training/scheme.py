@@ -28,6 +28,7 @@ from hybridtrain.server.server import Server
 from hybridtrain.training.step.guard import OnFault
 from hybridtrain.updates.named import update_of
 from hybridtrain.updates.staleness import make_correction
+from hybridtrain.util.option_types import as_typed
 from hybridtrain.worker.device.cuda import forbids_fork
 from hybridtrain.worlds.local.process_world import OtherHosts, ProcessWorld
 
@@ -94,15 +95,16 @@ def check_parts(scheme: Scheme) -> None:
     """
     scheme.on_failure.check(scheme.world_size)
     correction, wants = scheme.correction, scheme.requirements
+    given = f"correction={as_typed(correction)} was given, but under"
     if correction is not None and wants.whole_rounds:
         warnings.warn(
-            f"correction={correction} was given, but under policy {scheme.policy} no gradient is "
+            f"{given} policy={as_typed(scheme.policy)} no gradient is "
             "ever late, so it changes nothing",
             stacklevel=2,
         )
     if correction is not None and wants.in_place:
         raise UserError(
-            f"correction={correction} was given, but under hogwild no gradient is ever sent that "
+            f"{given} hogwild no gradient is ever sent that "
             "could be corrected; leave it out, or use strategy=async"
         )
     if wants.parameters == "own":
@@ -111,7 +113,7 @@ def check_parts(scheme: Scheme) -> None:
 
 def _check_own_parameters(scheme: Scheme) -> None:
     """Check the options beside an exchange with own parameters in each worker."""
-    asked = f"exchange={scheme.exchange}"
+    asked = f"exchange={as_typed(scheme.exchange)}"
     fault, state = scheme.on_fault, "each worker's optimizer has a state of its own, which "
     free = not scheme.requirements.whole_rounds
     survives = ("continue", "restart", "stop") if free else ("stop",)
@@ -133,8 +135,8 @@ def _check_own_parameters(scheme: Scheme) -> None:
             )
     if scheme.correction is not None:
         raise UserError(
-            f"correction={scheme.correction} was given with {asked}, but no gradient is handed "
-            "over that could be corrected; leave it out, or use exchange=gradient"
+            f"correction={as_typed(scheme.correction)} was given with {asked}, but no gradient is "
+            "handed over that could be corrected; leave it out, or use exchange=gradient"
         )
 
 

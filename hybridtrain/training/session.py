@@ -27,6 +27,7 @@ from hybridtrain.training.step.trained_parameters import (
 from hybridtrain.training.step.worker_step import StepParts, WorkerStep
 from hybridtrain.updates.groups import calls_closure
 from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.util.option_types import as_typed
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.host_group import group_of
@@ -135,9 +136,10 @@ class WorkerSession:
         for optimizer in () if codec is None else self._optimizers:
             if calls_closure(optimizer):
                 raise UserError(
-                    f"exchange.compress={codec} was given with {type(optimizer).__name__}, which "
-                    "evaluates its closure several times in a step and compares the losses, so "
-                    "its gradients must not be rounded; leave it out, or use SGD or Adam"
+                    f"exchange.compress={as_typed(codec)} was given with "
+                    f"{type(optimizer).__name__}, which evaluates its closure several times in a "
+                    "step and compares the losses, so its gradients must not be rounded; leave it "
+                    "out, or use SGD or Adam"
                 )
         client, store = self._client, self._store
         replica = open_replica(self._parameters, store, client.worker, self.final, codec)

@@ -24,6 +24,7 @@ from hybridtrain.util.option_types import (
     Positive,
     Range,
     Share,
+    as_typed,
     checked_choice,
     choose,
     hint,
@@ -279,14 +280,16 @@ def update_of(exchange: Exchange, given: UpdateSpec | NamedUpdate = None) -> Nam
     made = given if isinstance(given, NamedUpdate) else make_update(given)
     made = made or make_update(exchange.update)
     assert made is not None, "an exchange has one"
+    given = f"update={made.name} was given with exchange={as_typed(exchange)}"
     if made.merge is not None and exchange.parameters != "read":
         raise UserError(
-            f"update={made.merge} was given with exchange={exchange}, but it merges gradients, and "
-            "there workers hand none over; use exchange=gradient, or leave it out"
+            f"update={as_typed(made.merge)} was given with exchange={as_typed(exchange)}, but it "
+            "merges gradients, and there workers hand none over; use exchange=gradient, or leave "
+            "it out"
         )
     if exchange.parameters == "shared" and not made.is_users:
         raise UserError(
-            f"update={made.name} was given with exchange={exchange}, but there workers step the "
+            f"{given}, but there workers step the "
             "parameters with the module's own optimizer; leave it out, or use policy=async"
         )
     _check_evaluations(exchange, made)
@@ -296,17 +299,18 @@ def update_of(exchange: Exchange, given: UpdateSpec | NamedUpdate = None) -> Nam
 
 def _check_evaluations(exchange: Exchange, made: NamedUpdate) -> None:
     """A line search takes evaluations of the whole loss, and nothing else can use them well."""
+    given = f"update={made.name} was given with exchange={as_typed(exchange)}"
     searches = issubclass(KNOWN.get(made.name, torch.optim.SGD), Searches)
     if searches and not evaluates(exchange):
         raise UserError(
-            f"update={made.name!r} was given with exchange={exchange}, but it evaluates the loss "
+            f"{given}, but it evaluates the loss "
             "several times in a step, and there is nothing to evaluate where what was handed over "
             "is applied; use strategy=sandblaster, or let the module's own optimizer be LBFGS, "
             "with strategy=hybrid and exchange=gradient"
         )
     if evaluates(exchange) and not searches:
         raise UserError(
-            f"update={made.name!r} was given with exchange={exchange}, where an epoch is one "
+            f"{given}, where an epoch is one "
             f"evaluation of the whole loss, and {made.name} would make one step with it; use "
             "update=lbfgs or gradient_descent, or train on mini-batches with strategy=hybrid"
         )

@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import lru_cache, wraps
@@ -76,6 +77,7 @@ class Rule:
 
 
 FILLED = Rule("(one at least)", len)
+_TYPED = "_typed"  # the attribute of a part that has the words it was made from
 _PLAIN = (str, int, float, Sequence, Mapping, NoneType)
 
 Natural = Annotated[int, Range(0)]
@@ -393,7 +395,27 @@ def choose(what: str, given: Any, known: Mapping[str, Callable[..., T]], kind: t
     if not isinstance(given, str | Mapping) and isinstance(given, kind):
         return given
     name, options = checked_choice(what, given, known)
-    return known[name](**options)
+    made = known[name](**options)
+    with suppress(AttributeError):  # a class of the user's with slots
+        object.__setattr__(made, _TYPED, _as_typed(name, options, known[name]))
+    return made
+
+
+def _as_typed(
+    name: str, options: Mapping[str, Any], factory: Callable[..., Any] | None = None
+) -> str:
+    """Without options that have their defaults."""
+    known = {} if factory is None else inspect.signature(factory).parameters
+    own = {k: v for k, v in options.items() if k not in known or known[k].default != v}
+    inner = ", ".join(f"{key}: {as_typed(value)}" for key, value in own.items())
+    return f"{{name: {name}, {inner}}}" if inner else name
+
+
+def as_typed(part: Any) -> str:
+    """A part as the user has typed it: a name, or ``{name: ssp, lead: 4}``; else the object."""
+    if isinstance(part, Mapping) and "name" in part:
+        return _as_typed(str(part["name"]), {k: v for k, v in part.items() if k != "name"})
+    return str(getattr(part, _TYPED, shown(part, plain=True)))
 
 
 def checked_choice(

@@ -12,6 +12,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Leaving, LocalExchange, evaluates
 from hybridtrain.updates.groups import needs_closure, puts_off
 from hybridtrain.updates.kernels.choice import own_step
+from hybridtrain.util.option_types import as_typed
 
 
 class Parameters(Protocol):
@@ -58,9 +59,9 @@ class LocalSteps:
     ) -> None:
         if needs_closure(optimizer) and not evaluates(exchange):
             raise UserError(
-                f"{type(optimizer).__name__} was given with exchange={exchange}, but it evaluates "
-                "its closure several times in a step, and a worker's own step has one gradient; "
-                "use SGD or Adam, or exchange=gradient with policy=hybrid"
+                f"{type(optimizer).__name__} was given with exchange={as_typed(exchange)}, but it "
+                "evaluates its closure several times in a step, and a worker's own step has one "
+                "gradient; use SGD or Adam, or exchange=gradient with policy=hybrid"
             )
         self._optimizer, self._numbers, self._source = optimizer, numbers, source
         self.exchange = deepcopy(exchange)

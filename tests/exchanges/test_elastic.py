@@ -155,7 +155,7 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], fragments: list[s
 
 def test_forces_cannot_be_put_aside() -> None:
     policy = make_policy({"name": "k_batch_async", "k": 2})
-    with pytest.raises(UserError, match=r"exchange=Elastic.*put aside.*averaged"):
+    with pytest.raises(UserError, match=r"exchange=elastic.*put aside.*averaged"):
         combine(policy, make_exchange("elastic"), 3)
 
 

@@ -403,7 +403,7 @@ def test_an_update_that_makes_no_sense_is_refused(given: Any, fragments: list[st
 
 
 def test_where_workers_step_the_masters_their_own_optimizer_does() -> None:
-    with pytest.raises(UserError, match=r"update=adagrad was given with exchange=InPlace"):
+    with pytest.raises(UserError, match=r"update=adagrad was given with exchange=in_place"):
         update_of(make_exchange("in_place"), "adagrad")
 
 

@@ -31,6 +31,7 @@ from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning_package import decide, is_foreign, other_than, refuse_mixture
 from hybridtrain.memory import overlapping
 from hybridtrain.training.step.worker_step import WorkerStep
+from hybridtrain.util.option_types import as_typed
 from hybridtrain.worker.device import KINDS
 
 if TYPE_CHECKING:
@@ -329,9 +330,9 @@ def advise_on_interval(exchange: Exchange, steps: Sequence[WorkerStep]) -> None:
     made = max((step.count for step in steps), default=None)
     if exchange.parameters == "own" and made is not None and exchange.steps > made:
         rank_zero_warn(
-            f"a worker has made {made} steps in the first epoch, and exchange={exchange} makes an "
-            f"exchange every {exchange.steps}: workers exchange only at the end of an epoch; "
-            "give a smaller interval, or see that this is meant"
+            f"a worker has made {made} steps in the first epoch, and exchange={as_typed(exchange)} "
+            f"makes an exchange every {exchange.steps}: workers exchange only at the end of an "
+            "epoch; give a smaller interval, or see that this is meant"
         )
 
 

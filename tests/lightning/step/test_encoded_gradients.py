@@ -280,11 +280,11 @@ class Short(Weighted):
 @pytest.mark.parametrize(
     ("workers", "strategy", "said"),
     [
-        (2, {"update": "median"}, "update=Median .* 2 contributions .* at least 3"),
-        (3, {"update": "median", "policy": "async"}, "update=Median .* 1 contributions"),
-        (3, {"update": "median", "policy": {"name": "softsync"}}, "update=Median"),
+        (2, {"update": "median"}, "update=median .* 2 contributions .* at least 3"),
+        (3, {"update": "median", "policy": "async"}, "update=median .* 1 contributions"),
+        (3, {"update": "median", "policy": {"name": "softsync"}}, "update=median"),
         (3, {"update": {"name": "trimmed_mean", "trim": 0.5}}, "update.trim=0.5 .* below 0.5"),
-        (2, {"update": "median", "exchange": "movement"}, "update=Median.* exchange=Movement"),
+        (2, {"update": "median", "exchange": "movement"}, "update=median.* exchange=movement"),
         (2, {"update": object()}, "neither a name nor a merge rule"),
         (2, {"update": Wrong()}, r"merge\(\) returned .*3.* for parameter 0, .* \(80, 60\)"),
         (2, {"update": Short()}, r"merge\(\) returned 0 gradients for 2 parameters"),
