@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,6 +167,78 @@ def test_one_module_alone_takes_the_strategy_from_a_trainer_and_types_it() -> No
         if asks_trainer_for_strategy(node)
     }
     assert found == {"lightning/run_context.py"}
+
+
+# ---- each object sets its own attributes --------------------------------------------------------
+
+# Of torch, Lightning, Hydra and the like, which classes of ours happen to have as well.
+OF_OTHERS = {
+    "advice",
+    "batch",
+    "batch_size",
+    "cfg",
+    "checkpoint_io",
+    "ckpt",
+    "client",
+    "clip",
+    "counts",
+    "data",
+    "done",
+    "enable_progress_bar",
+    "keeping",
+    "limit_predict_batches",
+    "log_every_n_steps",
+    "logger",
+    "map",
+    "num_nodes",
+    "optimizer",
+    "profile",
+    "rank",
+    "ready",
+    "record",
+    "run_dir",
+    "should_stop",
+    "started",
+    "state",
+    "step",
+    "trainer",
+    "value",
+    "weight",
+    "workers_per_device",
+}
+
+
+def assigned(node: ast.AST) -> Iterator[Any]:
+    """The attributes of other objects that a statement sets."""
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for each in ast.walk(target):
+                stores = isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+                if stores and ast.unparse(each.value) not in ("self", "cls"):
+                    yield each
+
+
+def attributes_of(path: Path) -> set[str]:
+    """Those of the classes of a file, as their methods and fields set them."""
+    inside = {n for c in nodes(path) if isinstance(c, ast.ClassDef) for n in ast.walk(c)}
+    own = [n for n in inside if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    annotated = [n.target for n in inside if isinstance(n, ast.AnnAssign)]
+    fields = [target.id for target in annotated if isinstance(target, ast.Name)]
+    return {*fields, *(n.attr for n in own if ast.unparse(n.value) == "self")}
+
+
+def test_no_part_sets_an_attribute_of_an_object_of_another_module() -> None:
+    """It calls a method of that object, which can be found, and may decide."""
+    own = {path: attributes_of(path) for path in FILES}
+    known = set().union(*own.values()) - OF_OTHERS
+    found = [
+        f"{path.relative_to(PACKAGE)}:{each.lineno}: {ast.unparse(each)}"
+        for path in FILES
+        for node in nodes(path)
+        for each in assigned(node)
+        if each.attr in known - own[path]
+    ]
+    assert found == []
 
 
 # ---- rooms --------------------------------------------------------------------------------------

@@ -58,6 +58,10 @@ class BoundDDP(DDPStrategy):
         if not self.alone:
             super().barrier(*args, **kwargs)
 
+    def go_alone(self) -> None:
+        """The other ranks end: meet them no more."""
+        self.alone = True
+
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj if self.alone else super().broadcast(obj, src)
 
@@ -114,7 +118,7 @@ class _Commands(ScriptLauncher):
         try:
             return super().launch(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit):
-            self.strategy.alone = True
+            self.strategy.go_alone()
             raise
 
     def _call_children_scripts(self) -> None:

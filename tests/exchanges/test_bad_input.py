@@ -35,7 +35,7 @@ def test_numbers_of_steps_are_whole_and_from_1_on(name: str, option: str, value:
 @pytest.mark.parametrize(
     ("policy", "exchange", "update", "fragments"),
     [
-        ("hybrid", "movement", "LBFGS", ["update='lbfgs'", "evaluates the loss several times"]),
+        ("hybrid", "movement", "LBFGS", ["update=lbfgs", "evaluates the loss several times"]),
         ("hogwild", "movement", None, ["exchange=movement", "policy=async"]),
         ("hogwild", None, "sgd", ["update=sgd", "exchange=in_place"]),
         (

@@ -348,15 +348,35 @@ def test_what_was_given_to_an_update_is_fixed_and_the_rest_follows() -> None:
 @pytest.mark.parametrize(
     ("policy", "exchange", "fragments"),
     [
-        ("hybrid", "in_place", ["InPlace", "WaitForAll", "cannot wait", "policy=hogwild"]),
-        ("synchronous", "movement", ["Movement", "RoundRobin", "one worker computes at a time"]),
-        ("backup", "accumulated", ["Accumulated", "FirstK", "what comes late is dropped"]),
-        ("hogwild", "movement", ["Movement", "LockFree", "write to the masters", "policy=async"]),
-        ("hogwild", "gradient", ["Gradient", "LockFree", "write to the masters", "in_place"]),
+        (
+            "hybrid",
+            "in_place",
+            ["exchange=in_place", "policy=hybrid", "cannot wait", "policy=hogwild"],
+        ),
+        (
+            "synchronous",
+            "movement",
+            ["exchange=movement", "policy=synchronous", "one worker computes at a time"],
+        ),
+        (
+            "backup",
+            "accumulated",
+            ["exchange=accumulated", "policy=backup", "what comes late is dropped"],
+        ),
+        (
+            "hogwild",
+            "movement",
+            ["exchange=movement", "policy=hogwild", "write to the masters", "policy=async"],
+        ),
+        (
+            "hogwild",
+            "gradient",
+            ["exchange=gradient", "policy=hogwild", "write to the masters", "in_place"],
+        ),
         (
             {"name": "k_batch_async", "k": 2},
             "in_place",
-            ["InPlace", "nothing is handed over"],
+            ["exchange=in_place", "nothing is handed over"],
         ),
     ],
 )
@@ -391,7 +411,7 @@ def test_an_exchange_that_makes_no_sense_is_refused(given: Any, fragments: list[
         ("adagard", ["update='adagard'", "did you mean adagrad?", "known are user"]),
         ({"name": "sgd", "lrr": 1.0}, ["update.lrr", "did you mean lr?"]),
         ({"lr": 1.0}, ["update={'lr': 1.0}", "known are user"]),
-        ("lbfgs", ["update='lbfgs'", "evaluates the loss", "handed over", "exchange=gradient"]),
+        ("lbfgs", ["update=lbfgs", "evaluates the loss", "handed over", "exchange=gradient"]),
         ({"name": "LBFGS", "lr": 1}, ["evaluates the loss"]),
     ],
 )
