@@ -80,6 +80,7 @@ FLOORS = (
     "tasks",
     "cli",
     "simulate",
+    "plan",
 )
 COMMANDS = ("__init__.py", "__main__.py", "registration.py", "compare.py", "replay.py")
 COMMANDS += ("doctor.py", "ray.py", "transcribe.py", "vectors.py")

@@ -449,6 +449,8 @@ def _sum_up(
         device=_device(trainer),
         wall_s=round(wall_s, 3),
         started=(datetime.now().astimezone() - timedelta(seconds=wall_s)).isoformat(" ", "seconds"),
+        cores=usable_cores(),
+        cpu_s=_workers_cpu_s() - parts.cpu_before_s,
         checkpoint=_checkpoint(cfg, trainer, outcome),
         exit=outcome.exit,
         error=outcome.error,

@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     said = _of_experiment(overrides) | options(others, list(OPTIONS), families=("slower",))
     given = {name: _read(name, text) for name, text in said.items() if text != "null"}
     run = observe(Path(given["run"])) if "run" in given else None
-    sizes = [_size(text) for text in given.get("hosts", ())]
+    sizes = [size(text) for text in given.get("hosts", ())]
     given = {**_of_run(run, given), **_of_hosts(sizes, given), **given}
     train = _train(given, overrides)
     workers = given.get("workers", [8])
@@ -113,7 +113,7 @@ def _read(name: str, text: str) -> Any:
     return values if name in SEVERAL else values[0]
 
 
-def _size(text: str) -> tuple[int, int]:
+def size(text: str) -> tuple[int, int]:
     """``2x4``: the number of hosts, and of workers on each."""
     hosts, separator, each = text.partition("x")
     if not (separator and all(n.isdecimal() and int(n) for n in (hosts, each))):

@@ -24,6 +24,7 @@ from hybridtrain.cli.sweep.search import OptunaSweeper
 from hybridtrain.cli.validation.config_checks import TrainerOptions
 from hybridtrain.exchanges.compression import CODECS
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
+from hybridtrain.plan import plan_cli
 from hybridtrain.policies import POLICIES
 from hybridtrain.simulate import simulate_options
 from hybridtrain.tasks.speech import datamodule
@@ -56,6 +57,7 @@ COMMANDS = {
     "hybridtrain.replay": replay.OPTIONS,
     "hybridtrain.compare": ("out",),
     "hybridtrain.simulate": (*simulate_options.OPTIONS, "task"),
+    "hybridtrain.plan": tuple(plan_cli.OPTIONS),
     "hybridtrain.transcribe": tuple(transcribe.OPTIONS),
     "hybridtrain.vectors": vectors.KNOWN,
     "hybridtrain.tasks.speech.lm": ("text", "order", "out"),
@@ -65,6 +67,7 @@ ELSEWHERE = {  # where the docstring is that a command prints
     "hybridtrain new": "hybridtrain.cli.new",
     "hybridtrain key": "hybridtrain.cli.key",
     "hybridtrain.simulate": "hybridtrain.simulate.simulate_cli",
+    "hybridtrain.plan": "hybridtrain.plan.plan_cli",
 }
 
 

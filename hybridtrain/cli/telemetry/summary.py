@@ -96,6 +96,8 @@ class Summary(RunStats):
     device: str
     wall_s: float = 0.0  # of everything, start-up and test included
     started: str = ""  # date and time
+    cores: int = 0  # that this process may use
+    cpu_s: float = 0.0  # processor time of this host's workers, validation included
     slow: dict[str, Any] | None = None  # a slow worker that the others wait for
     advice: dict[str, Any] | None = None  # hybridtrain.report.advice.Advice
     metrics: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,259 @@
+"""What recorded runs say for a plan: times, the machine, how many samples a target took.
+
+Theory of operation. Each worker's first mini-batch is left out, because first steps take longer.
+A worker is *slow* if its usual mini-batch takes 1.5 times as long as the median of the others'.
+A mini-batch's processor time is the run's divided by its mini-batches; the rest of the computing
+time is the device's, a sleep, or waiting for a core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import exchange_of
+from hybridtrain.policies import make_policy
+from hybridtrain.recording.observed import MOST_EVENTS, Observed, observe
+from hybridtrain.recording.record_file import DROPPED, Record
+from hybridtrain.recording.record_reader import find_record, read_record
+from hybridtrain.report.runs import Run, read_run
+from hybridtrain.util.option_types import hint
+
+LEAST = 30  # mini-batches of each worker
+SLOW = 1.5  # times the median of the others
+FULL = 0.9  # share of the cores from which on workers have waited for one
+# Bytes of optimizer state for each parameter; of others Adam's are taken (docs/memory.md).
+STATE_BYTES = {"SGD": 0, "Adagrad": 4, "ASGD": 4, "RMSprop": 4}
+USUAL_STATE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value of a validation metric that is to be reached."""
+
+    metric: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.metric}:{self.value:g}"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Samples until the target: it was reached between two validations."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One recorded run.
+
+    ``times``: worker -> seconds of its mini-batches; ``lag``: mini-batches computed at one point
+    before one counts at a later one, (1 + staleness) times those of an update; ``cores`` and
+    ``cpu_s`` (processor seconds of a mini-batch): 0 if the run does not say; ``samples_per_s``: of
+    training, without first steps.
+    """
+
+    folder: Path
+    seen: Observed
+    times: Mapping[int, Sequence[float]]
+    data: Mapping[str, Any]
+    strategy: str
+    gathers: float
+    lag: float
+    threads: int
+    cores: int
+    cpu_s: float
+    state_bytes: int | None
+    samples_per_s: float
+    run: Run
+
+    @cached_property
+    def usual_s(self) -> list[float]:
+        """Each worker's usual time of a mini-batch."""
+        return [median(self.times[worker]) for worker in range(self.seen.n_workers)]
+
+    @cached_property
+    def slow(self) -> dict[int, float]:
+        """Slow workers, and how many times slower than the median of the others."""
+        own = self.usual_s
+        factors = {w: x / median(own[:w] + own[w + 1 :] or [x]) for w, x in enumerate(own)}
+        return {worker: factor for worker, factor in factors.items() if factor >= SLOW}
+
+    @cached_property
+    def ordinary_s(self) -> float:
+        """The mean of a mini-batch of theirs."""
+        return fmean(fmean(own) for own in self.ordinary.values())
+
+    @cached_property
+    def ordinary(self) -> dict[int, Sequence[float]]:
+        """Times of the workers that are not slow, numbered from 0."""
+        kept = [self.times[w] for w in range(self.seen.n_workers) if w not in self.slow]
+        return dict(enumerate(kept))
+
+    def reached(self, target: Target) -> Reached | None:
+        """When the run reached the target; ``None``: it never did."""
+        samples, values = self.run.curve.points("samples", target.metric)
+        falls = self._falls(target.metric, values)
+        for number, value in enumerate(values):
+            if value <= target.value if falls else value >= target.value:
+                return Reached(samples[number - 1] if number else 0.0, samples[number])
+        return None
+
+    def _falls(self, metric: str, values: Sequence[float]) -> bool:
+        """Whether less is better: as the task says, or else as the values go."""
+        if self.run.config.get("task.monitor") == metric:
+            return bool(self.run.config.get("task.mode") == "min")
+        return bool(values) and values[-1] < values[0]
+
+
+def evidence(folder: Path) -> Evidence:
+    """Read a run.
+
+    Raises:
+        UserError: if it has no record, or one that is too short, or of several hosts.
+    """
+    seen = observe(folder)
+    if seen.hosts > 1:
+        raise UserError(
+            f"run={folder} had {seen.hosts} hosts, and its workers' times have the network in "
+            "them; give a run of one host, and say hosts=HxN"
+        )
+    fewest = min(seen.times, key=lambda worker: len(seen.times[worker]))
+    if (n := len(seen.times[fewest])) < LEAST:
+        raise UserError(
+            f"run={folder}: its record has {n} mini-batch{'es' * (n != 1)} of worker {fewest}; a "
+            f"plan needs {LEAST} of each worker: train longer (trainer.max_epochs)"
+        )
+    record, run = read_record(find_record(folder), MOST_EVENTS), read_run(folder)
+    about = record.header["about"].get("config", {})
+    strategy = dict(seen.strategy)
+    gathers, staleness = _lag(run, strategy, seen)
+    samples, cpu_s = run.figure("samples") or 0, run.figure("cpu_s") or 0.0
+    seen = replace(seen, size_bytes=record.told.get("begin", {}).get("bytes", 0))
+    return Evidence(
+        folder=folder,
+        seen=seen,
+        times={worker: times[1:] for worker, times in seen.times.items()},
+        data={k: v for k, v in record.told.items() if k.startswith("data ")} | _model(about),
+        strategy=str(run.summary.get("strategy") or _name(strategy)),
+        gathers=gathers,
+        lag=gathers * (1 + staleness),
+        threads=int(record.header["threads"]),
+        cores=int(run.figure("cores") or 0),
+        cpu_s=cpu_s * seen.batch_size / samples if samples else 0.0,
+        state_bytes=_state_bytes(run),
+        samples_per_s=speed_of(record),
+        run=run,
+    )
+
+
+def _model(about: Mapping[str, Any]) -> dict[str, Any]:
+    return {"model": about["model"].get("_target_")} if about.get("model") else {}
+
+
+def _name(strategy: Mapping[str, Any]) -> str:
+    policy = strategy.get("policy", "hybrid")
+    return str(policy if isinstance(policy, str) else policy.get("name"))
+
+
+def _lag(run: Run, strategy: Mapping[str, Any], seen: Observed) -> tuple[float, float]:
+    """Mini-batches in an update, and updates that a gradient is late, on average."""
+    effective, staleness = run.figure("effective_batch"), run.figure("staleness", "mean")
+    if effective is not None:
+        return max(1.0, effective / seen.batch_size), staleness or 0.0
+    policy = make_policy(strategy.get("policy", "hybrid"))
+    steps = exchange_of(policy, strategy.get("exchange")).steps
+    return float(policy.begin(seen.n_workers).gathers * steps), 0.0
+
+
+def _state_bytes(run: Run) -> int | None:
+    """Bytes of optimizer state for each parameter; ``None``: not known."""
+    target = run.config.get("optimizer._target_")
+    name = str(target).rpartition(".")[2]
+    return None if target is None else STATE_BYTES.get(name, USUAL_STATE_BYTES)
+
+
+def speed_of(record: Record) -> float:
+    """Samples a second that count, from each worker's second mini-batch on, without pauses."""
+    kinds = {name: number for number, name in enumerate(record.kinds)}
+    cells = record.cells
+    at_s = cells["at_s"] - _paused_s(cells, kinds)
+    pushes, drops = cells["kind"] == kinds["Push"], cells["kind"] == kinds.get(DROPPED, -1)
+    first = max(int(np.flatnonzero(pushes & (cells["worker"] == w))[0]) for w in
+                range(record.n_workers))  # fmt: skip
+    last = int(np.flatnonzero(pushes)[-1])
+    size = float(np.median(cells["samples"][pushes]))
+    counted = cells["samples"][first + 1 : last + 1][pushes[first + 1 : last + 1]].sum()
+    counted -= size * drops[first + 1 : last + 1].sum()
+    return float(counted / (at_s[last] - at_s[first])) if at_s[last] > at_s[first] else math.nan
+
+
+def _paused_s(cells: Any, kinds: Mapping[str, int]) -> Any:
+    """For each cell, how long training has paused until then."""
+    total, began, lasted = 0.0, None, np.zeros(len(cells))
+    for number, (kind, at_s) in enumerate(zip(cells["kind"], cells["at_s"], strict=True)):
+        if kind == kinds.get("Paused") and began is None:
+            began = at_s
+        elif kind == kinds.get("Resumed") and began is not None:
+            total, began = total + at_s - began, None
+        lasted[number] = total + (at_s - began if began is not None else 0.0)
+    return lasted
+
+
+def steady_samples_per_s(folder: Path) -> float:
+    """:func:`speed_of` a run's whole record."""
+    return speed_of(read_record(find_record(folder)))
+
+
+def check_alike(runs: Sequence[Evidence]) -> None:
+    """Raises ``UserError`` unless all runs trained the same model with the same data."""
+    first = runs[0]
+    for other in runs[1:]:
+        what: list[tuple[str, Any, Any]] = [
+            (name, first.data[name], other.data[name]) for name in first.data if name in other.data
+        ]
+        what.append(("bytes of parameters", first.seen.size_bytes, other.seen.size_bytes))
+        what.append(("samples in a mini-batch", first.seen.batch_size, other.seen.batch_size))
+        for name, one, two in what:
+            if one != two:
+                raise UserError(
+                    f"run={first.folder} and {other.folder} differ in {name}: {one}, {two}; runs "
+                    "in one plan train the same model with the same data and mini-batches"
+                )
+
+
+def check_target(runs: Sequence[Evidence], target: Target) -> None:
+    """Raises ``UserError`` unless a run has logged the metric."""
+    curves = [each.run.curve for each in runs]
+    known = sorted({m for x in curves for m in x.metrics if x.points("samples", m)[1]})
+    if target.metric not in known:
+        raise UserError(
+            f"target={target} was given, but no run has logged {target.metric}"
+            f"{hint(target.metric, known)}; logged were {', '.join(known) or 'no metrics'}"
+        )
+
+
+def nearest(runs: Sequence[Evidence], workers: int, strategy: str) -> Evidence:
+    """The run whose number of workers is nearest; of several one of the strategy, or the first."""
+
+    def far(run: Evidence) -> tuple[float, bool]:
+        return abs(math.log(run.seen.n_workers / workers)), run.strategy != strategy
+
+    return min(runs, key=far)
+
+
+def best_of(runs: Sequence[Evidence], target: Target) -> float | None:
+    """The value nearest to the target that any run has logged."""
+    values = [x for each in runs for x in each.run.curve.points("samples", target.metric)[1]]
+    return min(values, key=lambda x: abs(x - target.value), default=None)

@@ -1,0 +1,457 @@
+"""A row of a plan: one strategy on one layout of hosts.
+
+Theory of operation. Speed comes from the policy's own code on recorded times (``timing``). What a
+record does not say is modelled:
+
+*Cores.* A mini-batch has a processor's part (its processor time over the worker's threads) and the
+rest, a device's. ``g`` workers of a host that are released together need all their threads at the
+same time, the ``W - g`` others ``u`` cores each (processor time over computing time): of ``C``
+cores each gets less, and the processor's part takes ``max(1, (g threads + (W - g) u) / C)`` times
+as long. What of this was in the recorded run is taken out of its times first.
+
+*Between two mini-batches* lie messages and wake-ups. The run's own strategy is simulated from its
+times; what its measured speed lacks is added to each contribution, however slow its worker is.
+
+*Memory bandwidth*, of models that no cache holds: an update moves each row once and parameters and
+state twice, in the time that was measured, which is what the memory gives. Mini-batches read
+parameters and write a gradient, and where workers have copies, these; if all of them ask for more
+than the memory gives, they take longer in proportion. An update of more rows takes longer, too.
+
+*Samples to a target*, after Birch SGD (arXiv:2505.09218): ``N = c1 L + c2`` with the lag ``L =
+(1 + staleness) x mini-batches of an update``. Runs of the same strategy and lag are measurements.
+Runs of two lags give both constants. One run alone gives a range: with either constant zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange, exchange_of
+from hybridtrain.exchanges.requirements import Requirements
+from hybridtrain.plan.evidence import (
+    FULL,
+    SLOW,
+    USUAL_STATE_BYTES,
+    Evidence,
+    Reached,
+    Target,
+    nearest,
+)
+from hybridtrain.plan.timing import Draw, TimingRun
+from hybridtrain.policies import make_policy
+from hybridtrain.simulate.simulations import Way
+from hybridtrain.worlds.virtual.network import Network
+from hybridtrain.worlds.virtual.service_times import Measured, Times
+
+CACHED_BYTES = 32_000_000  # of parameters: more do not stay in a cache
+ALIKE = 1.25  # times a lag at which a measurement holds
+WIDE = 10.0  # a range of more times says nothing
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hosts with so many workers each, as written in ``text``; ``cores`` of each, 0: as recorded.
+
+    ``slower``: worker -> factor on its times.
+    """
+
+    text: str
+    hosts: int
+    each: int
+    network: Network
+    slower: Mapping[int, float]
+    cores: int = 0
+
+    @property
+    def workers(self) -> int:
+        return self.hosts * self.each
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Figures of a strategy on a layout; seconds and bytes.
+
+    ``error``: share by which the run's own strategy, simulated from its times alone, is faster than
+    it was. ``time_to_target_s`` and ``samples_to_target``: least and most. ``trust``: ``measured``,
+    ``fitted``, ``range`` or empty. ``limits``: the share of the speed that each costs.
+    ``extrapolated``: what was not measured.
+    """
+
+    strategy: str
+    hosts: str
+    workers: int
+    samples_per_s: float
+    error: float | None
+    updates_per_s: float
+    waiting_share: float
+    network_share: float
+    staleness: float
+    lag: float
+    dropped_share: float
+    handed_over_bytes_per_s: float
+    memory_bytes: int
+    bottleneck: str
+    limits: Mapping[str, float]
+    extrapolated: tuple[str, ...]
+    samples_to_target: tuple[float, float] | None = None
+    time_to_target_s: tuple[float, float] | None = None
+    trust: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Strategies and layouts to be ranked, and the runs to do it from."""
+
+    runs: Sequence[Evidence]
+    strategies: Sequence[Way]
+    layouts: Sequence[Layout]
+    target: Target | None = None
+    own_cores: int = 1  # of this machine, for runs that do not say
+
+    @cached_property
+    def mini_batches(self) -> int:
+        """Simulated in a row: fewer where there are many rows."""
+        return min(2000, max(200, 2_000_000 // (len(self.strategies) * len(self.layouts))))
+
+    @cached_property
+    def checked(self) -> dict[str, tuple[float, float]]:
+        """Each run's own speed: simulated, and measured."""
+        found = {}
+        for each in self.runs:
+            if (way := own_way(each)) is not None:
+                layout = Layout("", 1, each.seen.n_workers, Network(), {})
+                found[str(each.folder)] = _run(self, each, way, layout)[0], each.samples_per_s
+        return found
+
+    def between_s(self, run: Evidence) -> float:
+        """Time of a contribution that is not in a run's times, from its own speed."""
+        simulated, measured = self.checked.get(str(run.folder), (math.inf, math.inf))
+        each = run.seen.n_workers * run.seen.batch_size * exchange_steps(run)
+        return max(0.0, each / measured - each / simulated)
+
+    def rows(
+        self, tell: Callable[[str], object] = lambda _: None
+    ) -> tuple[list[PlanRow], list[str]]:
+        """The rows, best first, and why others are missing.
+
+        Raises:
+            UserError: if a strategy fits none of the layouts.
+        """
+        rows, missing = list[PlanRow](), list[str]()
+        errors = {run: simulated / real - 1 for run, (simulated, real) in self.checked.items()}
+        for way in self.strategies:
+            refusals = []
+            for layout in self.layouts:
+                tell(f"{way.label}, {layout.text}")
+                try:
+                    rows.append(self._row(way, layout, errors))
+                except UserError as error:
+                    refusals.append(f"{way.label} on {layout.text}: {error}")
+            if len(refusals) == len(self.layouts):
+                raise UserError(refusals[0])
+            missing += refusals
+        return sorted(rows, key=_rank), missing
+
+    def _row(self, way: Way, layout: Layout, errors: Mapping[str, float]) -> PlanRow:
+        source = nearest(self.runs, layout.each, way.label.partition(":")[0])
+        speed, timing = _run(self, source, way, layout, self.between_s(source))
+        exchange = exchange_of(make_policy(way.given), way.exchange)
+        gathers = timing.contributions / timing.version * exchange.steps
+        lag = gathers * (1 + timing.staleness)
+        memory = _memory_factor(source, layout.each, timing.requirements.whole_rounds)
+        limits = _limits(timing, memory)
+        error = errors.get(str(source.folder))
+        row = PlanRow(
+            strategy=way.label,
+            hosts=layout.text,
+            workers=layout.workers,
+            samples_per_s=speed,
+            error=error,
+            updates_per_s=timing.version / timing.now_s,
+            waiting_share=timing.waiting_share,
+            network_share=timing.network_s / timing.now_s / layout.workers,
+            staleness=timing.staleness,
+            lag=lag,
+            dropped_share=timing.dropped / timing.pushes,
+            handed_over_bytes_per_s=timing.pushes / timing.now_s * source.seen.size_bytes,
+            memory_bytes=_memory_bytes(source, timing.requirements, layout),
+            bottleneck=_bottleneck(limits, _factors(source, layout)),
+            limits=limits,
+            extrapolated=tuple(_extrapolated(self, source, way, layout)),
+        )
+        return row if self.target is None else self._timed(row, self.target)
+
+    def _timed(self, row: PlanRow, target: Target) -> PlanRow:
+        samples, trust = samples_to(self.runs, target, row.strategy, row.lag)
+        if samples is None:
+            return row
+        off = abs(row.error or 0.0)
+        low, high = (x / row.samples_per_s for x in samples)
+        times = low / (1 + off), high * (1 + off)
+        return replace(row, samples_to_target=samples, time_to_target_s=times, trust=trust)
+
+
+def _rank(row: PlanRow) -> tuple[float, float]:
+    times = row.time_to_target_s
+    return (math.inf if times is None else math.sqrt(times[0] * times[1])), -row.samples_per_s
+
+
+def own_way(run: Evidence) -> Way | None:
+    """The run's own strategy; ``None``: it is not known by name."""
+    given = run.seen.strategy.get("policy")
+    return None if given is None else Way("", given, run.seen.strategy.get("exchange"))
+
+
+def exchange_steps(run: Evidence) -> int:
+    """Mini-batches of a contribution of the run."""
+    given = run.seen.strategy
+    return exchange_of(make_policy(given.get("policy", "hybrid")), given.get("exchange")).steps
+
+
+# ---- speed --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How workers of a host with so many ``cores`` hold each other up.
+
+    ``undone``: the part of the recorded times that is left without that; ``part``: the processor's
+    share of it; ``asked``: cores of a worker, on average; ``memory``: factor on all times.
+    """
+
+    workers: int
+    hosts: int
+    threads: int
+    cores: int
+    part: float
+    asked: float
+    undone: float = 1.0
+    memory: float = 1.0
+
+    def longer(self, together: int) -> float:
+        """Times as long as recorded, where so many workers of all hosts begin together."""
+        here = min(self.workers, -(-together // self.hosts))
+        busy = here * self.threads + (self.workers - here) * self.asked
+        part = 1 + self.part * (max(1.0, busy / self.cores) - 1)
+        return self.undone * self.memory * part
+
+
+def _run(
+    plan: Plan, source: Evidence, way: Way, layout: Layout, between_s: float = 0.0
+) -> tuple[float, TimingRun]:
+    """Samples a second, and the simulated run."""
+    policy = make_policy(way.given)
+    exchange = exchange_of(policy, way.exchange)
+    _check_plannable(way, exchange)
+    n, steps, seen = layout.workers, exchange.steps, source.seen
+    times, needs = _times(source, layout), policy.begin(n)
+    same = layout.text == "" or (_as_recorded(source, layout) and way.label == source.strategy)
+    contention = None if same else _contention(plan, source, layout, needs.whole_rounds)
+    own_step_s = seen.update_s if exchange.parameters == "own" else 0.0
+    added_s = between_s, own_step_s
+    draws = [_drawn(times.stream(worker, 0), steps, *added_s) for worker in range(n)]
+    epoch = None if seen.epoch is None else max(n, round(seen.epoch / seen.batch_size / steps))
+    network = replace(layout.network, hosts=layout.hosts, size_bytes=seen.size_bytes)
+    timing = TimingRun(
+        *(policy, exchange, draws, network, _update_s(source, needs.gathers), epoch),
+        longer=None if contention is None else contention.longer,
+    )
+    if timing.requirements.watches_loss or timing.requirements.evaluates:
+        raise UserError(f"strategy={way.label} depends on losses, which {_SIMULATE}")
+    timing.run(max(plan.mini_batches // steps, 10 * n))
+    return timing.counted[0] * steps * seen.batch_size / timing.last_s, timing
+
+
+_SIMULATE = "a plan has not; python -m hybridtrain.simulate with task=... has"
+
+
+def _check_plannable(way: Way, exchange: Exchange) -> None:
+    """Workers that compute while they hand over are known to virtual time only."""
+    if getattr(exchange, "overlap", 0) or getattr(exchange, "fetch", None) == "overlapped":
+        raise UserError(
+            f"strategy={way.label}: its workers compute on while they hand over, which a plan does "
+            "not know; use python -m hybridtrain.simulate with task=..."
+        )
+
+
+def _drawn(draw: Draw, steps: int, between_s: float, own_step_s: float) -> Draw:
+    """Seconds of the mini-batches of one contribution."""
+    if steps == 1:
+        return lambda: draw() + between_s
+    return lambda: between_s + sum(draw() + own_step_s for _ in range(steps))
+
+
+def _as_recorded(source: Evidence, layout: Layout) -> bool:
+    """Whether the layout is the recorded one."""
+    same = (layout.hosts, layout.each) == (1, source.seen.n_workers)
+    return same and not layout.slower and not layout.cores
+
+
+def _times(source: Evidence, layout: Layout) -> Times:
+    """As recorded on the run's own layout; else those of ordinary workers, in turn."""
+    if layout.text == "" or _as_recorded(source, layout):
+        return Measured(source.times)
+    return Measured(source.ordinary, layout.slower)
+
+
+def _factors(source: Evidence, layout: Layout) -> Mapping[int, float]:
+    """Slow workers of the layout."""
+    if _as_recorded(source, layout):
+        return source.slow
+    return {worker: factor for worker, factor in layout.slower.items() if factor >= SLOW}
+
+
+def _contention(plan: Plan, source: Evidence, layout: Layout, whole_rounds: bool) -> Contention:
+    """On the hosts of the layout."""
+    usual_s, threads, n_before = source.ordinary_s, source.threads, source.seen.n_workers
+    recorded = source.cores or plan.own_cores
+    cpu_s = min(source.cpu_s or math.inf, usual_s * threads)
+    part_s, own_s = cpu_s / threads, usual_s
+    if n_before * threads > recorded:
+        if n_before * cpu_s / usual_s > FULL * recorded:
+            own_s = part_s  # all else was waiting for a core
+        elif source.gathers > 0.9 * n_before:  # in lock-step
+            own_s = max(part_s, usual_s - part_s * (n_before * threads / recorded - 1))
+    memory = [_memory_factor(source, n, whole_rounds) for n in (layout.each, n_before)]
+    return Contention(
+        workers=layout.each,
+        hosts=layout.hosts,
+        threads=threads,
+        cores=layout.cores or recorded,
+        part=part_s / own_s,
+        asked=cpu_s / own_s,
+        undone=own_s / usual_s,
+        memory=memory[0] / memory[1],
+    )
+
+
+def _memory_factor(source: Evidence, workers: int, whole_rounds: bool) -> float:
+    """Times as long as mini-batches take if so many workers ask for more than memory gives."""
+    size, update_s = source.seen.size_bytes, source.seen.update_s
+    if size < CACHED_BYTES or not update_s:
+        return 1.0  # the parameters stay in a cache, or the update's time is not known
+    given = size * _moved(source, source.gathers) / update_s
+    asked = workers * size * (3 if whole_rounds else 5) / source.ordinary_s
+    return max(1.0, asked / given)
+
+
+def _moved(source: Evidence, rows: float) -> float:
+    """Times the parameters' bytes that an update of so many rows moves."""
+    state = USUAL_STATE_BYTES if source.state_bytes is None else source.state_bytes
+    return 2 + state / 2 + rows
+
+
+def _update_s(source: Evidence, rows: int) -> float:
+    """Of an update of so many rows."""
+    if source.seen.size_bytes < CACHED_BYTES:
+        return source.seen.update_s
+    return source.seen.update_s * _moved(source, rows) / _moved(source, source.gathers)
+
+
+# ---- what limits it, what it needs, what was not measured ---------------------------------------
+
+
+def _limits(timing: TimingRun, memory: float) -> dict[str, float]:
+    """The share of the workers' time that each costs; ``memory``: its factor on mini-batches."""
+    update = min(timing.waiting_share, timing.version * timing.update_s / timing.now_s)
+    computing = 1 - timing.waiting_share
+    return {
+        "waiting": timing.waiting_share - update,
+        "server's update": update,
+        "host link": timing.network_s / timing.now_s / len(timing.accounts),
+        "cores": computing * max(0.0, 1 - memory / max(timing.mean_factor, memory)),
+        "memory bandwidth": computing * max(0.0, 1 - 1 / memory),
+    }
+
+
+def _bottleneck(limits: Mapping[str, float], slow: Mapping[int, float]) -> str:
+    name = max(limits, key=lambda each: limits[each])
+    if limits[name] < 0.05:
+        return "workers' own speed"
+    if name == "waiting" and slow:
+        worker = max(slow, key=lambda each: slow[each])
+        return f"worker {worker}, {slow[worker]:.3g}× slower"
+    return name
+
+
+def _memory_bytes(source: Evidence, wants: Requirements, layout: Layout) -> int:
+    """Masters, optimizer state, rows, copies on the host with the server (docs/memory.md)."""
+    state = USUAL_STATE_BYTES if source.state_bytes is None else source.state_bytes
+    own = layout.each * (4 + state) if wants.parameters == "own" else 0
+    rows = 4 * layout.workers * (1 + wants.has_copies)
+    return (4 + state + rows + own + 4 * wants.holds) * source.seen.size_bytes // 4
+
+
+def _extrapolated(plan: Plan, source: Evidence, way: Way, layout: Layout) -> Iterator[str]:
+    """What differs from the run whose times these are."""
+    before, seen = source.seen.n_workers, source.seen
+    if layout.workers != before:
+        yield f"workers {before} → {layout.workers}"
+    if way.label.partition(":")[0] != source.strategy:
+        yield f"a strategy other than {source.strategy}"
+    if layout.slower:
+        yield "a slower worker"
+    elif source.slow and not _as_recorded(source, layout):
+        yield f"slow worker {', '.join(map(str, source.slow))} of the run left out"
+    cores, busy = layout.cores or source.cores, layout.each * source.threads
+    if not cores:
+        yield f"cores not recorded, {plan.own_cores} taken"
+    elif source.cores and cores != source.cores:
+        yield f"cores {source.cores} → {cores}"
+    if busy > max(before * source.threads, cores or plan.own_cores):
+        yield f"{busy} busy threads on {cores or plan.own_cores} cores"
+    if layout.each > before and seen.size_bytes < CACHED_BYTES:
+        yield f"memory bandwidth of {layout.each} workers not measured"
+    if layout.hosts > 1:
+        yield "network not measured"
+    if not source.cpu_s:
+        yield "processor time not recorded"
+
+
+# ---- samples to a target ------------------------------------------------------------------------
+
+
+def samples_to(
+    runs: Sequence[Evidence], target: Target, strategy: str, lag: float
+) -> tuple[tuple[float, float] | None, str]:
+    """Least and most samples to the target, and how far to trust them; ``None``: not known."""
+    found = [(each, each.reached(target)) for each in runs]
+    known = [(each, reached) for each, reached in found if reached is not None]
+    name = strategy.partition(":")[0]
+    own = [(each, reached) for each, reached in known if each.strategy == name]
+    alike = [reached for each, reached in own if max(each.lag / lag, lag / each.lag) <= ALIKE]
+    if alike:
+        return (min(x.low for x in alike), max(x.high for x in alike)), "measured"
+    for group in (own, known):
+        if (fitted := _fitted([(each.lag, reached) for each, reached in group], lag)) is not None:
+            return fitted, "fitted"
+    ranges = [_range(each.lag, reached, lag) for each, reached in own or known]
+    low, high = min((x for x, _ in ranges), default=0.0), max((x for _, x in ranges), default=0.0)
+    return ((low, high), "range") if low > 0 and high <= WIDE * low else (None, "")
+
+
+def _range(lag: float, reached: Reached, other: float) -> tuple[float, float]:
+    """With either constant zero."""
+    factors = sorted((1.0, other / lag))
+    return reached.low * factors[0], reached.high * factors[1]
+
+
+def _fitted(known: Sequence[tuple[float, Reached]], lag: float) -> tuple[float, float] | None:
+    """From runs of two lags; ``None``: there are none, or the law does not describe them."""
+    found = list[float]()
+    for (lag_a, a), (lag_b, b) in combinations(known, 2):
+        if max(lag_a / lag_b, lag_b / lag_a) < ALIKE:
+            continue
+        for n_a in (a.low, a.high):
+            for n_b in (b.low, b.high):
+                c1 = (n_b - n_a) / (lag_b - lag_a)
+                if c1 >= 0 and n_a - c1 * lag_a >= 0:
+                    found.append(n_a + c1 * (lag - lag_a))
+    if not found:
+        return None
+    return min(found), max(found)

@@ -1,0 +1,259 @@
+"""`python -m hybridtrain.plan`: what it ranks, models, ranges, and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtrain.plan import main
+from hybridtrain.plan.evidence import Target, evidence
+from hybridtrain.plan.rows import samples_to
+from tests.report.test_advice import UPDATE_S, recorded
+
+COLUMNS = "wall_s,train_s,epoch,updates,samples,train_loss,val/loss"
+
+
+def left(
+    folder: Path,
+    seconds: Sequence[float] = (1.0, 1.0),
+    losses: Sequence[float] = (),
+    rounds: int = 80,
+    sizes: Sequence[int] = (8,) * 8,
+    policy: Any = "hybrid",
+    **summary: Any,
+) -> Path:
+    """The folder of a run that validated after every 1,000 samples."""
+    recorded(folder, seconds, rounds=rounds, policy=policy, sizes=sizes)
+    name = policy if isinstance(policy, str) else policy["name"]
+    n = len(seconds)
+    said = {"strategy": name, "samples": rounds * n * 8, "effective_batch": n * 8.0}
+    said |= {"staleness": {"mean": 0.0}, "cores": 64, "cpu_s": 0.1 * rounds * n, "exit": 0}
+    (folder / "summary.json").write_text(json.dumps(said | summary))
+    rows = [f"1,1,0,1,{1000 * (i + 1)},0.5,{loss}" for i, loss in enumerate(losses)]
+    (folder / "history.csv").write_text("\n".join([COLUMNS, *rows]) + "\n")
+    return folder
+
+
+def planned(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The rows of a plan."""
+    out = tmp_path / "plan.json"
+    assert main([*arguments, f"json={out}", "quiet=true"]) == 0
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return rows
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The error of a plan that is refused."""
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+# ---- speed --------------------------------------------------------------------------------------
+
+
+def test_a_straggler_puts_strategies_that_do_not_wait_first(tmp_path: Path) -> None:
+    run = left(tmp_path / "run")
+    rows = planned(tmp_path, f"run={run}", "hosts=1x4:slower=3", "strategy=hybrid,backup,async")
+    assert [row["strategy"] for row in rows] == ["async", "backup", "hybrid"]
+    free, backup, together = rows
+    assert together["samples_per_s"] == pytest.approx(4 * 8 / (3 + UPDATE_S), rel=0.02)
+    assert together["bottleneck"] == "worker 3, 3× slower"
+    assert backup["dropped_share"] > 0.05 and free["staleness"] > 1
+    assert free["samples_per_s"] <= 8 / UPDATE_S  # an update for each gradient
+    assert {"workers 2 → 4", "a slower worker"} <= set(free["extrapolated"])
+
+
+def test_the_runs_own_row_is_what_was_measured_and_extrapolates_nothing(tmp_path: Path) -> None:
+    run = left(tmp_path / "run", [1.0, 4.0])
+    (row,) = planned(tmp_path, f"run={run}", "strategy=hybrid")
+    assert row["extrapolated"] == [] and abs(row["error"]) < 0.01
+    assert row["samples_per_s"] == pytest.approx(16 / (4 + UPDATE_S), rel=0.01)
+    assert row["bottleneck"] == "worker 1, 4× slower"
+    (alike,) = planned(tmp_path, f"run={run}", "strategy=hybrid", "hosts=1x4")
+    assert alike["samples_per_s"] == pytest.approx(32 / (1 + UPDATE_S), rel=0.01)
+    assert "slow worker 1 of the run left out" in alike["extrapolated"]
+
+
+def test_workers_share_the_cores_of_their_host(tmp_path: Path) -> None:
+    """Half of a mini-batch is the processor's: on a core for two it takes 1.5 times as long."""
+    run = left(tmp_path / "run", cores=2, cpu_s=0.5 * 160)
+    two, four = (
+        planned(tmp_path, f"run={run}", "strategy=hybrid", f"hosts={size}")[0]
+        for size in ("1x2", "1x4")
+    )
+    assert two["samples_per_s"] == pytest.approx(16 / (1 + UPDATE_S), rel=0.01)
+    assert four["samples_per_s"] == pytest.approx(32 / (1.5 + UPDATE_S), rel=0.01)
+    assert four["limits"]["cores"] > 0.2 and "4 busy threads on 2 cores" in four["extrapolated"]
+    (apart,) = planned(tmp_path, f"run={run}", "strategy=hybrid", "hosts=1x4:cores=4")
+    assert apart["samples_per_s"] == pytest.approx(32 / (1 + UPDATE_S), rel=0.01)
+
+
+def test_waiting_for_cores_in_the_recorded_run_is_taken_out(tmp_path: Path) -> None:
+    run = left(tmp_path / "run", [1.0] * 4, cores=2, cpu_s=0.5 * 320)
+    (row,) = planned(tmp_path, f"run={run}", "strategy=hybrid", "hosts=1x4:cores=4")
+    assert row["samples_per_s"] == pytest.approx(32 / (0.5 + UPDATE_S), rel=0.01)
+
+
+def test_hosts_have_a_network_and_strategies_options(tmp_path: Path) -> None:
+    run = left(tmp_path / "run")
+    size = "2x2:network.latency_s=0.5"
+    rows = planned(tmp_path, f"run={run}", f"hosts=2x2,{size}", "strategy=ssp:lead=1,local_sgd")
+    speed = {(row["strategy"], row["hosts"]): row["samples_per_s"] for row in rows}
+    assert speed["ssp:lead=1", "2x2"] > 1.2 * speed["ssp:lead=1", size]
+    assert speed["local_sgd", size] > 0.9 * speed["local_sgd", "2x2"]  # every 8 mini-batches
+    assert all("network not measured" in row["extrapolated"] for row in rows)
+    slow = planned(tmp_path, f"run={run}", "hosts=1x2:slower.0=2", "strategy=hybrid")
+    assert slow[0]["bottleneck"] == "worker 0, 2× slower"
+
+
+# ---- the target ---------------------------------------------------------------------------------
+
+
+def test_one_run_gives_a_range_and_its_own_row_a_measurement(tmp_path: Path) -> None:
+    run = left(tmp_path / "run", losses=[0.9, 0.5, 0.2])
+    rows = planned(
+        tmp_path, f"run={run}", "target=val/loss:0.4", "hosts=1x2,1x4", "strategy=hybrid"
+    )
+    two, four = sorted(rows, key=lambda row: int(row["workers"]))
+    assert (two["trust"], two["samples_to_target"]) == ("measured", [2000, 3000])
+    assert (four["trust"], four["samples_to_target"]) == ("range", [2000, 6000])
+    assert two["time_to_target_s"] == pytest.approx(
+        [x / two["samples_per_s"] for x in (2000, 3000)], rel=0.01
+    )
+
+
+def test_runs_of_two_lags_give_both_constants(tmp_path: Path) -> None:
+    few = evidence(left(tmp_path / "2", losses=[0.9, 0.9, 0.2]))
+    many = evidence(left(tmp_path / "4", [1.0] * 4, losses=[0.9] * 4 + [0.2]))
+    target = Target("val/loss", 0.4)
+    # At lag 2 it took 2,000 to 3,000 samples, at lag 4 4,000 to 5,000: 500 to 1,500 more for each.
+    assert samples_to([few, many], target, "hybrid", 2.0) == ((2000, 3000), "measured")
+    found, trust = samples_to([few, many], target, "async", 8.0)
+    assert trust == "fitted" and found == (3000 + 6 * 500, 3000 + 6 * 1000)
+    assert samples_to([few], target, "async", 50.0) == (None, "")  # anything from 1 to 25 times
+
+
+def test_a_target_that_no_run_comes_near_is_said_and_has_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = left(tmp_path / "run", losses=[0.9, 0.5])
+    assert main([f"run={run}", "target=val/loss:0.1"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no run has reached val/loss:0.1; the nearest value was 0.5, so the time" in text
+    assert "seconds to target" not in text
+    rows = planned(tmp_path, f"run={run}", "target=val/loss:0.1")
+    assert all(row["time_to_target_s"] is None for row in rows)
+
+
+def test_whether_less_is_better_is_as_the_task_says(tmp_path: Path) -> None:
+    run = left(tmp_path / "run", losses=[0.95, 0.8])  # an accuracy that falls
+    (run / ".hydra").mkdir()
+    (run / ".hydra/config.yaml").write_text("task: {monitor: val/loss, mode: max}\n")
+    reached = evidence(run).reached(Target("val/loss", 0.9))
+    assert reached is not None and (reached.low, reached.high) == (0, 1000)
+
+
+# ---- what is shown ------------------------------------------------------------------------------
+
+
+def test_the_table_names_what_was_extrapolated_and_how_well_the_run_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    run = left(tmp_path / "run", losses=[0.9, 0.2])
+    assert main([f"run={run}", "target=val/loss:0.4", "hosts=1x2,1x4", "top=3"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a strategy other than hybrid" in text and "workers 2 → 4" in text
+    assert "(+0.0 %)" in text and "11 more rows: top=N" in text and "seconds to target" in text
+
+
+def test_a_page_has_table_and_charts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+    run, page = left(tmp_path / "run", losses=[0.9, 0.2]), tmp_path / "plan.html"
+    said = [f"run={run}", "target=val/loss:0.4", "hosts=1x2,1x4", f"html={page}", "quiet=true"]
+    assert main(said) == 0
+    text = page.read_text()
+    assert text.count("<figure>") == 2 and "1x4" in text and "workers 2 → 4" in text
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+def test_a_record_that_is_too_short_says_how_long_it_must_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = left(tmp_path / "run", rounds=12)
+    error = refused(capsys, f"run={run}")
+    assert "its record has 12 mini-batches of worker 0; a plan needs 30 of each worker" in error
+
+
+def test_a_run_without_a_record_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    assert "there is no record in it" in refused(capsys, f"run={tmp_path / 'run'}")
+    assert "there is no such directory" in refused(capsys, f"run={tmp_path / 'none'}")
+
+
+def test_runs_of_different_trainings_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = left(tmp_path / "1"), left(tmp_path / "2", sizes=(4, 4))
+    error = refused(capsys, f"run={one},{other}")
+    assert "differ in samples in a mini-batch: 8, 4; runs in one plan train the same" in error
+
+
+def test_a_metric_that_no_run_logs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = left(tmp_path / "run", losses=[0.5])
+    error = refused(capsys, f"run={run}", "target=val/los:0.1")
+    assert "no run has logged val/los (did you mean val/loss?); logged were val/loss" in error
+    bare = left(tmp_path / "bare")
+    assert "logged were no metrics" in refused(capsys, f"run={bare}", "target=val/los:0.1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["hosts=4"], "hosts=4 was given; say hosts=HxN"),
+        (["hosts=1x2:slower"], "'slower' was given (did you mean slower?); known are"),
+        (["hosts=1x2:slower=0"], "slower=0 was given; it must be a number above 0"),
+        (["hosts=1x2:slower.2=3"], "hosts=1x2:slower.2=3: worker 2 was named, but 2 workers"),
+        (["hosts=1x2:slower.x=3"], "slower.W=x was given"),
+        (["hosts=1x2:core=3"], "(did you mean cores?)"),
+        (["hosts=1x2,1x4:cores=0"], "cores=0 was given"),
+        (["network.bandwidth=-1"], "network.bandwidth=-1 was given"),
+        (["strategy=hybird"], "policy='hybird' was given (did you mean hybrid?)"),
+        (["strategy=backup:k=9"], "k=9 was given for 2 workers"),
+        (["strategy=streaming_diloco"], "its workers compute on while they hand over"),
+        (["strategy=sandblaster"], "strategy=sandblaster"),
+        (["target=0.1"], "target=0.1 was given; say target=METRIC:X"),
+        (["target=val/wer:low"], "target=val/wer:low was given; say target=METRIC:X"),
+        (["workers=4"], "'workers=4' was given"),
+        (["top=0"], "top=0 was given"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    run = left(tmp_path / "run")
+    assert text in refused(capsys, f"run={run}", *arguments)
+
+
+def test_a_plan_needs_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no run was given; say run=DIR" in refused(capsys, "hosts=1x2")
+
+
+def test_a_run_of_several_hosts_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = left(tmp_path / "run")
+    monkeypatch.setattr("hybridtrain.recording.record_file.Record.n_hosts", 2)
+    assert "had 2 hosts, and its workers' times have the network" in refused(capsys, f"run={run}")
