@@ -52,6 +52,7 @@ class Happens(IntEnum):
     TIMER = 6
 
 
+LEFT, PUSH, ASKS, MEETS, BEGINS, FREE, TIMER = Happens
 SERVER = -1  # in the place of a worker's number
 
 
@@ -191,12 +192,12 @@ class TimingRun:
         while self.pushes < mini_batches or not self.version:
             if not self._busy and self._wake_s <= (due[0][0] if due else math.inf):
                 self.now_s = max(self.now_s, self._wake_s)
-                self._on(Happens.TIMER, SERVER)
+                self._on(TIMER, SERVER)
                 continue
             self.now_s, worker, what = pop(due)
-            if what == Happens.LEFT:
+            if what is LEFT:
                 self._leave(worker)
-            elif what == Happens.FREE:
+            elif what is FREE:
                 self._free()
             else:
                 self._on(what, worker)
@@ -207,19 +208,19 @@ class TimingRun:
         """At ``at_s`` the worker begins its next mini-batch, asks for its turn, or meets others."""
         if worker not in self._asked:
             if self._epoch is not None and not self._epoch.draw(worker):
-                self._say(worker, Happens.MEETS, at_s)
+                self._say(worker, MEETS, at_s)
                 return
             if self._turns or worker in self._to_ask:
                 self._to_ask.discard(worker)
                 self._asked.add(worker)
-                self._say(worker, Happens.ASKS, at_s)
+                self._say(worker, ASKS, at_s)
                 return
         self._asked.discard(worker)
         loaded_s = self.links.loaded_s
         self.network_s += at_s - self.now_s + loaded_s
         end_s = at_s + self._draws[worker]() * self._factor
         self.factors += self._factor
-        heapq.heappush(self._due, (end_s + loaded_s, worker, Happens.LEFT))
+        heapq.heappush(self._due, (end_s + loaded_s, worker, LEFT))
 
     def _say(self, worker: int, what: Happens, at_s: float) -> None:
         heapq.heappush(self._due, (at_s + self.links.latency_s(worker), worker, what))
@@ -231,17 +232,17 @@ class TimingRun:
             if through_s is not None:
                 self.links.forget(worker)
                 self.network_s += through_s - self.now_s
-                heapq.heappush(self._due, (through_s, worker, Happens.PUSH))
+                heapq.heappush(self._due, (through_s, worker, PUSH))
                 return
-        self._on(Happens.PUSH, worker)
+        self._on(PUSH, worker)
 
     # ---- the server -----------------------------------------------------------------------------
 
     def _on(self, what: Happens, worker: int) -> None:
         """The server handles the event, now or when it has made its update."""
-        if what == Happens.PUSH:
+        if what is PUSH:
             self.pushes += 1
-        elif what == Happens.MEETS:
+        elif what is MEETS:
             account = self.accounts[worker]
             account.released_s, account.pushed_s = None, self.now_s
         if self._busy:
@@ -252,14 +253,14 @@ class TimingRun:
     def _handle(self, told_s: float, what: Happens, worker: int) -> bool:
         """Whether the server makes an update now; its replies come when that has ended."""
         self._told_s, self._before = told_s, self.version
-        self._together = len(self._draws) if what == Happens.BEGINS else 0
+        self._together = len(self._draws) if what is BEGINS else 0
         released = self._tell(what, worker)
         if not self.update_s or self.version == self._before:
             self._answer(released)
             return False
         self._busy, self._replies = True, released
         end_s = self.now_s + self.update_s * (self.version - self._before)
-        heapq.heappush(self._due, (end_s, SERVER, Happens.FREE))
+        heapq.heappush(self._due, (end_s, SERVER, FREE))
         return True
 
     def _free(self) -> None:
@@ -270,7 +271,7 @@ class TimingRun:
         elif self._waiting and self._handle(*self._waiting.popleft()):
             return
         if self._waiting:
-            heapq.heappush(self._due, (self.now_s, SERVER, Happens.FREE))
+            heapq.heappush(self._due, (self.now_s, SERVER, FREE))
         else:
             self._busy = False
 
@@ -284,7 +285,7 @@ class TimingRun:
             self._met.clear()
             self._epoch.begin()
             for worker in range(len(self._draws)):
-                self._on(Happens.BEGINS, worker)
+                self._on(BEGINS, worker)
 
     def _clock(self) -> float:
         """The time of the event's arrival, then of the end of its update."""
@@ -295,29 +296,30 @@ class TimingRun:
 
     def _tell(self, what: Happens, worker: int) -> list[int]:
         """Tell the policy; returns the workers that it releases."""
-        match what:
-            case Happens.PUSH:
-                account = self.accounts[worker]
-                now_s = max(self._told_s, account.released_s or 0.0)
-                account.computing_s += now_s - (account.released_s or 0.0)
-                account.released_s, account.pushed_s = None, now_s
-                self.counted[1] += 1
-                epoch = self._epoch
-                last = epoch is not None and len(epoch.ended) == len(self._draws)
-                return self._obey(Pushed(worker, self._told_s, None, last))
-            case Happens.TIMER:
-                at_s, self._wake_s = self._wake_s, math.inf
-                return self._obey(TimerFired(max(self._told_s, at_s)))
-            case Happens.ASKS:
-                account = self.accounts[worker]
-                account.released_s, account.pushed_s = None, self._told_s
-                return self._obey(Ready(worker))
-            case Happens.MEETS:
-                self._met.add(worker)
-                return self._obey(Waiting(worker))
-        released = self._obey(Joined(worker))
-        self._release(worker, released)
-        return released
+        if what is PUSH:
+            return self._pushed(worker)
+        if what is MEETS:
+            self._met.add(worker)
+            return self._obey(Waiting(worker))
+        if what is BEGINS:
+            released = self._obey(Joined(worker))
+            self._release(worker, released)
+            return released
+        if what is ASKS:
+            account = self.accounts[worker]
+            account.released_s, account.pushed_s = None, self._told_s
+            return self._obey(Ready(worker))
+        at_s, self._wake_s = self._wake_s, math.inf
+        return self._obey(TimerFired(max(self._told_s, at_s)))
+
+    def _pushed(self, worker: int) -> list[int]:
+        account, begun_s = self.accounts[worker], self.accounts[worker].released_s or 0.0
+        now_s = max(self._told_s, begun_s)
+        account.computing_s += now_s - begun_s
+        account.released_s, account.pushed_s = None, now_s
+        self.counted[1] += 1
+        last = self._epoch is not None and len(self._epoch.ended) == len(self._draws)
+        return self._obey(Pushed(worker, self._told_s, None, last))
 
     def _obey(self, fact: Fact) -> list[int]:
         released: list[int] = []
