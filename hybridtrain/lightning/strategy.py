@@ -118,7 +118,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
             :class:`hybridtrain.testing.faults.Fault`.
         min_hosts: training begins with so many of the ``num_nodes`` hosts, and others may come
-            while it runs; ``None``: with all.
+            while it runs, in lock-step at an epoch's beginning; ``None``: with all.
         hosts_key: a file with the key by which the hosts of a run over several know each other,
             made by ``python -m hybridtrain key FILE``; torchrun hands one over without it.
         host_sums: each further host hands over the mean of its workers' gradients in place of one
@@ -183,7 +183,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     @property
     def hosts_come(self) -> bool:
         """Whether hosts may come while training runs: for the first time, or again."""
-        return self.on_failure.choice == "restart" or self.on_failure.joins
+        return self.on_failure.tells
 
     def _configure_launcher(self) -> None:
         if is_foreign(self.accelerator):  # so is the trainer

@@ -222,13 +222,15 @@ PUSHES = (Push, GradientPush, ExchangePush, *OWN_STEPS)
 class Gather:
     """Exchange payloads with all workers. ``tag``: names the meeting, to detect mismatches;
     ``patient``: until all have arrived, others may meet without this worker; ``calls``: but patient
-    workers are called to this meeting; ``wish``: to end training, see ``stop_requests.py``."""
+    workers are called to this meeting; ``wish``: to end training, see ``stop_requests.py``;
+    ``admits``: in lock-step, workers whose host has come since take part from here on."""
 
     tag: str
     payload: bytes
     patient: bool = False
     wish: bool = False
     calls: bool = False
+    admits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,11 @@ class OnFailure:
         """Whether the workers that share an epoch or an evaluation may change."""
         return self.choice == "continue" or self.joins
 
+    @property
+    def tells(self) -> bool:
+        """Whether a worker may be asked, in the middle of a step, where training is."""
+        return self.choice == "restart" or self.joins
+
     def check(self, n_workers: int) -> None:
         """Compare ``min_workers`` with the number of workers at the start.
 

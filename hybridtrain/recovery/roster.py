@@ -376,10 +376,10 @@ class Roster:
         acts: list[Act] = []
         for worker in self.those(*AWAY):
             acts.append(Say(f"worker {worker} is not restarted: training is over"))
-            self._leave(worker)
+            self.leave(worker)
         return acts
 
-    def _leave(self, worker: int) -> None:
+    def leave(self, worker: int) -> None:
         """Do not restart the worker."""
         self._asked.pop(worker, None)
         self.on(worker, E.ENDS if worker in self._bodies else E.DIES)
@@ -393,7 +393,7 @@ class Roster:
         self.began_s, self.deadline_s = at_s, at_s + self.grace_s
         away, back = self.those(*AWAY), self.those(S.RESTARTING)
         for worker in away:
-            self._leave(worker)
+            self.leave(worker)
         return [*away, *back]
 
     def insist(self) -> None:

@@ -7,6 +7,9 @@ A worker that will be restarted is missing. In lock-step the policy waits for it
 made without it: the others wait for their release, or for a mean, and the new process begins with
 the step that they wait in. Free-running workers do not wait for it. The world reports when it is
 back and where it begins.
+
+In lock-step a worker that was not there, or gone for good, comes at the next meeting that admits
+it, at the beginning of an epoch. From then on it is missing, as one that is to be restarted.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class Membership:
     statistics: RunStatistics
     missing: set[int] = field(default_factory=set)  # to be restarted
     joining: set[int] = field(default_factory=set)  # restarted, without a push so far
+    coming: set[int] = field(default_factory=set)  # in lock-step, until a meeting admits them
     _some_left: bool = False
 
     # ---- going ----------------------------------------------------------------------------------
@@ -54,6 +58,9 @@ class Membership:
     def remove(self, event: Removed) -> Replies:
         """Remove the worker, and what it had not pushed."""
         worker = event.worker
+        if self.rounds.requirements.whole_rounds and worker not in self.members:
+            self.coming = self.coming | {worker} if event.returns else self.coming - {worker}
+            return []
         if event.returns:
             self._away(worker)
             self.missing.add(worker)
@@ -85,6 +92,17 @@ class Membership:
         return self._some_left and self.queue.has_left(self.members - self.missing)
 
     # ---- coming ---------------------------------------------------------------------------------
+
+    def take_in(self) -> Replies:
+        """All workers meet, and from here on wait for those that are coming: tell them."""
+        coming, self.coming = sorted(self.coming), set()
+        freed: Replies = []
+        for worker in coming:
+            self.members.add(worker)
+            self.missing.add(worker)
+            freed += self.rounds.miss(worker)
+        news = [Gone(worker, self.rounds.version, for_now=True) for worker in coming]
+        return [pair for each in news for pair in self._news(each)] + freed
 
     def admit(self, worker: int) -> Replies:
         """The worker begins (anew) with the newest parameters."""

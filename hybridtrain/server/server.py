@@ -408,6 +408,8 @@ class Server:
         except UserError as error:
             return self._refuse(workers, str(error))
         answers: Replies = [(worker, reply) for worker in workers]
+        if any(getattr(each, "admits", False) for each in items.values()):
+            answers = self.membership.take_in() + answers
         return answers + [each for worker in workers for each in self._rounds.join(worker)]
 
     def _conclude(self, workers: list[int], requests: Sequence[Request]) -> Answer:

@@ -56,7 +56,8 @@ def drawn(sampler: Sampler[int], client: Client, epoch: int) -> list[int]:
 class Begun:
     """A pass that a checkpoint left unfinished: number ``lap`` of its epoch.
 
-    ``spans`` of ``order`` are left; ``batches`` mini-batches are done.
+    ``spans`` of ``order`` are left; ``batches`` mini-batches are done. ``crew``: the workers that
+    share it; empty: those of the run.
     """
 
     epoch: int
@@ -64,6 +65,7 @@ class Begun:
     spans: Spans
     batches: int = 0
     lap: int = 0
+    crew: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class EpochSampler(Sampler[int]):
         self.order: Sequence[int] = ()
         self._lap = 0
         self.ended = False  # the current pass has nothing more for this worker
-        self._crew = client.there  # workers that share the next passes
+        # Workers that share the next passes.
+        self.crew = begun.crew if begun and begun.crew else client.there
         self._steps: list[tuple[int, int]] = []  # version, mini-batches of this iteration done then
 
     @property
@@ -234,11 +237,11 @@ class EpochSampler(Sampler[int]):
 
     def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
         """Let ``crew`` share these positions of the current pass in the next iteration."""
-        self._crew, self.ended = crew, False
+        self.crew, self.ended = crew, False
 
     def shares_with(self, crew: tuple[int, ...]) -> None:
         """Let ``crew`` share the next passes."""
-        self._crew = crew
+        self.crew = crew
 
     def progress(
         self, unseen: dict[LoaderPass, Spans], owes: bool = False
@@ -279,7 +282,7 @@ class ShareSampler(EpochSampler):
     @property
     def _sizes(self) -> tuple[int, ...]:
         """Batch sizes of the workers that share the pass."""
-        return tuple(self.plan.sizes[worker] for worker in self._crew)
+        return tuple(self.plan.sizes[worker] for worker in self.crew)
 
     def _shares(self, todo: int, worker: int) -> Iterator[list[int]]:
         """A worker's places in each global mini-batch of ``todo`` positions."""
@@ -289,12 +292,12 @@ class ShareSampler(EpochSampler):
             yield [start + place for place in places if start + place < usable]
 
     def _places(self, worker: int) -> list[int]:
-        return dealt(self._sizes)[self._crew.index(worker)]
+        return dealt(self._sizes)[self.crew.index(worker)]
 
     def left_by(self, gone: Sequence[Gone]) -> Spans:
         left: list[int] = []
         for each in gone:
-            if each.worker in self._crew and self._iterated == self.epoch:
+            if each.worker in self.crew and self._iterated == self.epoch:
                 done = max([n for version, n in self._steps if version <= each.version], default=0)
                 n_before = max(done - self._before, 0)
                 shares = list(self._shares(len(self._positions), each.worker))[n_before:]
@@ -324,7 +327,7 @@ class ShareSampler(EpochSampler):
         if rest >= sum(self._sizes) or self._lap:
             return ()
         last = self.plan.last or self.last_step
-        return tuple(worker for worker in self._crew if last(worker) < step)
+        return tuple(worker for worker in self.crew if last(worker) < step)
 
     def __len__(self) -> int:
         """Indices of the epoch, as if every worker had a mini-batch in every step.

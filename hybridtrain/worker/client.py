@@ -373,18 +373,15 @@ class Client:
         """See :meth:`hybridtrain.server.run_statistics.RunStatistics.stats`."""
         return self._ask(ReadStats(), Stats)[0].values
 
-    def gather(
-        self, tag: str, item: Any, patient: bool = False, wish: bool = False, calls: bool = False
-    ) -> list[Any]:
+    def gather(self, tag: str, item: Any, **kind: bool) -> list[Any]:
         """Exchange items with all workers; returns them in the order of the workers.
 
-        Waits for all but ``patient`` workers in another meeting, which it ``calls`` on request.
-        For ``wish``, see ``Gather``.
+        For the ``kind`` of meeting, see ``Gather``.
         """
         if self.solo or self.n_workers == 1:
             return [item]
         payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
-        request = Gather(tag, payload, patient, wish, calls)
+        request = Gather(tag, payload, **kind)
         while (reply := self._ask(request, Gathered)[0]).call:
             self.listeners.come(reply.call)
         self.met, self.left = reply.workers, reply.left
@@ -571,11 +568,11 @@ class Client:
             case Gone(worker, version, for_now):
                 self.lost_at = version
                 self.away |= {worker} if for_now else set()
-                self.gone += [] if for_now else [reply]
+                self.gone = [*self._gone_but(worker), *([] if for_now else [reply])]
                 self.listeners.change()
             case Back(worker):
                 self.away -= {worker}
-                self.gone = [x for x in self.gone if x.worker != worker]
+                self.gone = self._gone_but(worker)
                 self.listeners.change()
             case Overtaken(batch):
                 self.tickets.overtaken.add(batch)
@@ -588,6 +585,9 @@ class Client:
             case _:
                 assert isinstance(reply, RequestProgress), reply
                 self._asked[reply.worker] = reply
+
+    def _gone_but(self, worker: int) -> list[Gone]:
+        return [each for each in self.gone if each.worker != worker]
 
     def _report_progress(self) -> None:
         """This worker waits in a step, which a restarted worker repeats."""

@@ -8,9 +8,9 @@ import pytest
 
 from hybridtrain.errors import UserError
 from hybridtrain.policies import Needs
-from hybridtrain.protocol.events import Admitted, Removed
+from hybridtrain.protocol.events import Admitted, Received, Removed, Restarted
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Order, Pushed, Release, SetTimer
-from hybridtrain.protocol.messages import Released
+from hybridtrain.protocol.messages import Gather, Gathered, Gone, Install, Released
 from hybridtrain.server.server import Server
 from tests.support.served import Served
 
@@ -50,3 +50,25 @@ def test_what_follows_from_a_workers_coming_back_happens() -> None:
 def test_nobody_can_be_released_before_training_begins() -> None:
     with pytest.raises(UserError, match=r"Company.*Release.*when worker 0 joined"):
         Server(Company((Release((0,)),)), 2)
+
+
+def test_in_lock_step_a_worker_that_comes_is_waited_for_from_the_next_meeting_that_admits() -> None:
+    served = Served(2)
+    server, meets = served.server, Received(0, Gather("who begins", b"", admits=True))
+    server.on(Removed(1, announced=True))
+    server.on(Removed(1, returns=True))
+    assert dict(served.push(0, 1.0)) == {0: Released(1)}  # in the middle of an epoch
+    assert server.on(meets) == [(0, Gone(1, 1, for_now=True)), (0, Gathered((b"",), (0,), False))]
+    assert served.push(0, 1.0) == []
+    server.on(Restarted(1))
+    server.on(Received(1, Install()))
+    assert dict(served.push(1, 3.0)) == {0: Released(2), 1: Released(2)}
+    assert served.value() == -3.0  # -1, then the mean -2
+
+
+def test_a_worker_that_is_lost_before_a_meeting_admits_it_is_not_waited_for() -> None:
+    served = Served(2)
+    for event in (Removed(1, announced=True), Removed(1, returns=True), Removed(1)):
+        served.server.on(event)
+    served.server.on(Received(0, Gather("who begins", b"", admits=True)))
+    assert dict(served.push(0, 1.0)) == {0: Released(1)}

@@ -51,6 +51,7 @@ _LOADER = {
     "seed": Count | None,
     "indices": Tensor | None,
     "sizes?": (None, [Count]),
+    "crew?": [Count],  # for a worker of this run
 }
 _WEIGHTS = {
     "state_dict": dict,

@@ -76,7 +76,8 @@ class Resumed:
             )
             return Begun(self.epoch, plan.order, ((0, plan.length),), state["batches"])
         spans = tuple((start, stop) for start, stop in state["spans"])
-        return Begun(self.epoch, _order(state), spans, state["batches"], state["lap"])
+        crew = tuple(state.get("crew", ()))  # only from another worker of this run
+        return Begun(self.epoch, _order(state), spans, state["batches"], state["lap"], crew)
 
 
 def _order(state: dict[str, Any]) -> Order:

@@ -343,6 +343,7 @@ class Loaders:
     def begin_epoch(self) -> None:
         """Let lengths and iterators be those of this epoch."""
         loop = self._trainer.fit_loop
+        self._admit()
         self._moved |= self.position.begin()
         goes_on = loop.is_resuming or loop.epoch_loop.restarting
         lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
@@ -355,3 +356,17 @@ class Loaders:
         if stale and not lightning_iterates:
             iter(training_fetcher(self._trainer))
         self._moved = False
+
+    def _admit(self) -> None:
+        """In lock-step: share the epoch with workers whose host has come since the last one.
+
+        They are started in its first step, as restarted workers are: the others wait for them.
+        """
+        joins = context_of(self._trainer).on_failure.joins
+        if not (joins and self._requirements.whole_rounds) or self._client.joins:
+            return
+        self._client.gather("who begins", None, admits=True)
+        for sampler in self.samplers:
+            if sampler.crew != self._client.there:
+                sampler.shares_with(self._client.there)
+                self.position.change_lengths()

@@ -49,8 +49,7 @@ def prepare_for_losses(
     LeaderFailover(trainer, strategy.client)
     continues = choice == "continue"
     loaders.remember(continues and whole_rounds)
-    asked = choice == "restart" or strategy.on_failure.joins
-    state = RejoinState(trainer, loaders, strategy.rng_mailbox, back, asked)
+    state = RejoinState(trainer, loaders, strategy.rng_mailbox, back, strategy.on_failure.tells)
     if whole_rounds and not continues:  # a restarted worker keeps its place
         return None
     return LostSampleRedistribution(strategy, trainer, loaders, state.keep)

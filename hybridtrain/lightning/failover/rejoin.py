@@ -143,7 +143,10 @@ class RejoinState:
             checkpoint = dump_at_once(trainer)
         state = checkpoint["state_dict"]
         checkpoint = self._loaders.write(checkpoint, for_now=True)
-        loggers = [identity(logger) for logger in trainer.loggers]
+        loggers, samplers = [identity(logger) for logger in trainer.loggers], self._loaders.samplers
+        if context.requirements.whole_rounds and KEY in checkpoint:
+            for loader, sampler in zip(checkpoint[KEY]["loaders"], samplers, strict=False):
+                loader["crew"] = list(sampler.crew)
         checkpoint[_OURS] = {
             "generators": self._generators or look(),
             "breaks": self._breaks,

@@ -133,11 +133,10 @@ def _check_hosts(strategy: HybridStrategy) -> None:
             "or strategy=async, diloco or easgd"
         )
     least = strategy.data_options["min_hosts"]
-    if least is not None and (strategy.requirements.whole_rounds or least > place.n_hosts):
-        why = f"there are {place.n_hosts}"
-        if strategy.requirements.whole_rounds:
-            why = "workers that wait for each other begin together; use strategy=async or ssp"
-        raise UserError(f"min_hosts={least} was given, but {why}; or leave it out")
+    if least is not None and least > place.n_hosts:
+        raise UserError(
+            f"min_hosts={least} was given, but there are {place.n_hosts}; or leave it out"
+        )
     check_key_is_reachable(place, strategy.data_options["hosts_key"])
     if strategy.data_options["host_sums"]:
         _check_sums(strategy)

@@ -48,7 +48,7 @@ _FRAMEWORKS = {"hybridtrain", "pytorch_lightning", "lightning", "lightning_fabri
 def parameters_rest(trainer: Any) -> bool:
     """Whether nothing reads or writes parameters from the end of a step to the next mini-batch."""
     module = trainer.lightning_module
-    if context_of(trainer).on_failure.choice == "restart":
+    if context_of(trainer).on_failure.tells:
         return False  # a worker that awaits its release tells of a step that is not done
     if any(is_overridden(hook, module, parent=LightningModule) for hook in _MODULE_HOOKS):
         return False

@@ -249,7 +249,8 @@ class ProcessWorld:
         return here if self.others is None else self.others.beside(here, self.server)
 
     def _start(self, selector: BaseSelector) -> None:
-        absent = set() if self.server.requirements.whole_rounds else self._absent()
+        waits = self.server.requirements.whole_rounds and not self.judge.chosen.joins
+        absent = set() if waits else self._absent()
         there = [worker for worker in range(self.n_workers) if worker not in absent]
         self._starter.start(there, selector)
         for worker in absent:
@@ -299,7 +300,8 @@ class ProcessWorld:
         self._react_to_signals()
         roster = self.roster
         if roster.ending or roster.away:
-            not_yet = {*self.server.membership.rounds.pushed, *self._absent()}
+            membership = self.server.membership
+            not_yet = {*membership.rounds.pushed, *membership.coming, *self._absent()}
             self._do(roster.advance(time.monotonic(), not_yet), selector)
         self._look()
         if self.others is not None:
@@ -313,8 +315,12 @@ class ProcessWorld:
             self._look_at_s = now_s + _POLL_S
             if self.others is not None:
                 admits = self.server.training and not self.roster.ending
+                members = self.server.membership.members
                 for worker in self.others.look(now_s, admits):
                     self.roster.comes(worker)
+                    if self.server.requirements.whole_rounds and worker not in members:
+                        self._on(Removed(worker, returns=True))
+                self._lose_comers()
             if self.meet:
                 self._on(Looked())
             stand_aside(each.pid for each in running(self._starter.workers))
@@ -322,6 +328,14 @@ class ProcessWorld:
         if not self.roster.ending and now_s >= self.watchdog.due_s:
             there = [each for each in running(self._starter.workers) if not each.cause]
             self.watchdog.look(now_s, there)
+
+    def _lose_comers(self) -> None:
+        """The host of workers that were about to begin is lost again: their places are vacant."""
+        membership, continues = self.server.membership, self.judge.chosen.choice == "continue"
+        for worker in self._absent() & {*self.roster.those(WorkerState.CALLED)}:
+            if continues or worker in membership.coming:
+                self.roster.leave(worker)
+                self._on(Removed(worker, announced=worker in membership.members))
 
     def _look_for_standstill(self, now_s: float) -> None:
         """End the run if all workers wait, no timer runs, and no worker is about to return."""

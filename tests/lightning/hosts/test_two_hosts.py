@@ -331,16 +331,134 @@ def test_a_host_that_comes_later_takes_a_vacant_place(tmp_path: Path, choice: st
     assert_equal(hosts[0].result, hosts[1].result)
 
 
-@pytest.mark.slow
-def test_a_host_that_died_comes_back_though_the_others_went_on(tmp_path: Path) -> None:
+class Counted(pl.Callback):
+    """Worker 0 writes down how many steps each epoch has, and leaves host 1 the time to come."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_rank == 0:
+            self.file = Path("steps").open("a")  # noqa: SIM115
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        Path("begun").touch()
+        time.sleep(0.0 if Path("../host1/begun").exists() else 0.1)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_rank == 0:
+            print(trainer.num_training_batches, file=self.file, flush=True)
+
+
+class Plain(Net):
+    """Without buffers and moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        )
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)]
+
+
+def trained_by_hand(steps: list[int]) -> dict[str, torch.Tensor]:
+    """The weights after so many steps in each epoch, each with the mean of its samples."""
+    pl.seed_everything(7, verbose=False)
+    module = Plain()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
+    for epoch, n in enumerate(steps):
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.9 ** (epoch // 20)
+        for part in x.split(SAMPLES // n):
+            optimizer.zero_grad()
+            module.loss((part, part.sum(1, keepdim=True))).backward()
+            optimizer.step()
+    return module.state_dict()
+
+
+COMES_LATER: dict[str, dict[str, Any]] = {
+    "continue": {"on_failure": "continue"},
+    "restart": {"on_failure": "restart"},
+    "restart, host sums": {"on_failure": "restart", "host_sums": True},
+}
+
+
+@pytest.mark.parametrize("name", by_default(COMES_LATER, "continue"))
+def test_in_lock_step_a_late_host_shares_the_epochs_from_the_next_on(
+    tmp_path: Path, name: str
+) -> None:
+    given = COMES_LATER[name]
     body = partial(
-        train, 2, 2, "async", (Patiently,), epochs=12, on_failure="continue", min_hosts=2
+        train,
+        2,
+        2,
+        "hybrid",
+        (Counted,),
+        epochs=30,
+        make=Plain,
+        keep_order=True,
+        min_hosts=1,
+        **given,
     )
+    meanwhile = partial(start_when_training, tmp_path)
+    hosts = run_hosts(tmp_path, body, meanwhile=meanwhile, late=1)
+    assert [host.status for host in hosts] == [0, 0], [x.said[-3000:] for x in hosts]
+    steps = list(map(int, (tmp_path / "host0" / "steps").read_text().split()))
+    n_alone = steps.index(SAMPLES // 16)
+    alone, together = n_alone * [SAMPLES // 8], (30 - n_alone) * [SAMPLES // 16]
+    assert 0 < n_alone < 30 and steps == alone + together
+    for key, value in trained_by_hand(steps).items():
+        torch.testing.assert_close(hosts[0].result["weights"][key], value)
+    assert hosts[0].result["samples"] == 30 * SAMPLES and hosts[0].result["step"] == sum(steps)
+    assert_equal(hosts[0].result, hosts[1].result)
+
+
+@pytest.mark.parametrize("policy", by_default(["async", "hybrid"], "async"))
+def test_a_host_that_died_comes_back_though_the_others_went_on(tmp_path: Path, policy: str) -> None:
+    body = partial(train, 2, 2, policy, (Patiently,), epochs=12, on_failure="continue", min_hosts=2)
     hosts = run_hosts(tmp_path, body, meanwhile=partial(kill_and_start, tmp_path))
     assert [host.status for host in hosts] == [0, 0], [x.said[-3000:] for x in hosts]
     assert hosts[0].result["samples"] == 12 * SAMPLES
     assert (tmp_path / "host1" / "begun").exists()
     assert_equal(hosts[0].result, hosts[1].result)
+
+
+def come_and_go(folder: Path, pids: Pids) -> None:
+    """Host 1 comes four times, and is killed three times: waiting, admitted or training."""
+    wait_for((folder / "host0" / "begun").exists)
+    for turn, pause_s in enumerate((0.0, 0.8, 1.6, None), 1):
+        pids.start(1)
+        wait_for(partial(has_come, folder, turn))
+        if pause_s is not None:
+            time.sleep(pause_s)
+            os.killpg(pids[1], signal.SIGKILL)
+
+
+def has_come(folder: Path, times: int) -> bool:
+    return (folder / "host0" / "log").read_text().count("host 1 comes") == times
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("validates", [True, False])
+def test_a_host_that_is_lost_before_it_begins_leaves_no_sample(
+    tmp_path: Path, validates: bool
+) -> None:
+    make, callbacks = (Net, (Paced, ReadsGradients)) if validates else (Plain, (Paced,))
+    body = partial(
+        train, 2, 2, "hybrid", callbacks, None, 8, make=make, on_failure="continue", min_hosts=1
+    )
+    hosts = run_hosts(tmp_path, body, meanwhile=partial(come_and_go, tmp_path), late=1)
+    assert [host.status for host in hosts] == [0, 0], [x.said[-3000:] for x in hosts]
+    assert hosts[0].result["samples"] == 8 * SAMPLES
+    assert_equal(hosts[0].result, hosts[1].result)
+
+
+class Paced(pl.Callback):
+    """An epoch takes long enough for a host to come and go."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        Path("begun").touch()
+        time.sleep(0.15)
 
 
 def resumes_elsewhere(there: Path) -> dict[str, Any]:
@@ -370,12 +488,6 @@ def test_hosts_with_other_options_are_named_before_training(tmp_path: Path) -> N
     first, other = run_hosts(tmp_path, differing)
     assert (first.status, other.status) == (1, 1)
     assert "host 1 does not fit: " in first.said and "policy" in first.said
-
-
-def test_whole_rounds_begin_with_all_hosts(tmp_path: Path) -> None:
-    body = partial(train, 2, 2, on_failure="continue", min_hosts=1)
-    for host in run_hosts(tmp_path, body):
-        assert host.status == 1 and "min_hosts=1 was given, but workers that wait" in host.said
 
 
 def test_hogwild_is_refused_between_hosts(tmp_path: Path) -> None:

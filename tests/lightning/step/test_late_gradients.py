@@ -73,7 +73,9 @@ def test_where_nothing_is_late_a_correction_is_said_to_change_nothing() -> None:
     pl.seed_everything(7, verbose=False)
     module = Regression()
     loader = torch.utils.data.DataLoader(regression_data(), batch_size=4, shuffle=True)
-    with pytest.warns(UserWarning, match=r"correction=gap_aware was given.*policy=hybrid.*changes nothing"):
+    with pytest.warns(
+        UserWarning, match=r"correction=gap_aware was given.*policy=hybrid.*changes nothing"
+    ):
         trainer.fit(module, loader)
     assert distance(plain, module) == 0.0
 
