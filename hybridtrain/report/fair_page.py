@@ -51,10 +51,10 @@ def found(values: Mapping[str, str] | None) -> str:
 
 
 def _told(each: Spread, single: bool, none: str = "not reached") -> str:
-    if each["median"] is None:
-        return none
-    ends = [none if x is None else number(x) for x in (each["low"], each["high"])]
-    return number(each["median"]) + ("" if single else f" [{', '.join(ends)}]")
+    told = [none if x is None else number(x) for x in each.values()]
+    if single or told[0] in ("not reached", "–"):
+        return told[0]
+    return f"{told[0]} [{told[1]}, {told[2]}]"
 
 
 def _times(row: Mapping[str, Any], what: str, single: bool) -> str:
