@@ -15,6 +15,7 @@ import pytest
 from hybridtrain.cli import hydra_config
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher
+from hybridtrain.cli.sweep.fair import FairSweeper
 from hybridtrain.cli.sweep.job_launcher import JobRow, ProcessLauncher, _endings
 from hybridtrain.cli.sweep.search import OptunaSweeper
 from hybridtrain.report import charts
@@ -221,7 +222,11 @@ def test_jobs_in_fresh_interpreters_with_ranks_in_fresh_interpreters(
 
 @pytest.mark.parametrize(
     ("kind", "node"),
-    [(ProcessLauncher, hydra_config.LAUNCHER), (OptunaSweeper, hydra_config.SEARCH)],
+    [
+        (ProcessLauncher, hydra_config.LAUNCHER),
+        (OptunaSweeper, hydra_config.SEARCH),
+        (FairSweeper, hydra_config.FAIR),
+    ],
 )
 def test_the_keys_of_a_plugin_are_its_constructors_with_the_same_defaults(
     kind: type, node: dict[str, object]
