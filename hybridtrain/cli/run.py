@@ -56,7 +56,7 @@ from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.cli.resume import newest, sign
 from hybridtrain.cli.sweep import job_process, reports
 from hybridtrain.cli.telemetry import summary
-from hybridtrain.cli.telemetry.monitor import RunMonitor, RunStats, up_to_date
+from hybridtrain.cli.telemetry.monitor import STATS_FILE, RunMonitor, RunStats, up_to_date
 from hybridtrain.cli.telemetry.summary import best_checkpoint, has_validated, logged, metrics_of
 from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
 from hybridtrain.cli.validation.config_checks import check_config
@@ -88,13 +88,14 @@ log = logging.getLogger(__name__)
 
 
 def begin(cfg: DictConfig) -> None:
-    """Sign the directory, and remove the summary of an earlier run in it."""
+    """Sign the directory, and remove the summary and the counts of an earlier run in it."""
     if started_by_a_run():
         return
     directory = Path(cfg.run_dir)
     try:
         sign(directory)
-        (directory / SUMMARY_FILE).unlink(missing_ok=True)
+        for name in (SUMMARY_FILE, STATS_FILE):  # after `kill -9` both may be there
+            (directory / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"the run directory {directory} cannot be written ({error.strerror}); choose another "

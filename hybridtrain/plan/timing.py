@@ -157,8 +157,8 @@ class TimingRun:
         self._longer, self._factor, self.factors = longer, 1.0, 0.0
         self._policy, self._draws, self.update_s = policy, draws, update_s
         self.requirements: Requirements = combine(policy, exchange, n)
-        whole = self.requirements.whole_rounds
-        self.links = Links(network) if network.hosts == 1 else HostLinks(network, n, whole)
+        once = self.requirements.whole_rounds, self.requirements.everyone
+        self.links = Links(network) if network.hosts == 1 else HostLinks(network, n, *once)
         self.size_bytes = network.size_bytes
         self._turns = self.requirements.takes_turns
         self._epoch = None if epoch is None else Epoch(epoch, n, self.requirements.data == "shares")

@@ -6,9 +6,10 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from pytorch_lightning.loggers import CSVLogger
 
-from hybridtrain.cli.run import continue_logs
+from hybridtrain.cli.run import begin, continue_logs
 from hybridtrain.lightning.failover.leader_failover import keep_rows
 
 ODD = 'a "name", with everything'
@@ -49,3 +50,13 @@ def test_who_takes_over_the_log_of_another_process_knows_such_names() -> None:
     other.save()
     assert [row[ODD] for row in rows()] == ["0.0", "0.5", "9.0"]
     assert rows()[0].keys() == {ODD, "plain", "step"}
+
+
+def test_a_run_that_begins_in_a_directory_does_not_show_the_counts_of_a_killed_one(
+    tmp_path: Path,
+) -> None:
+    kept = [tmp_path / name for name in ("summary.json", ".run_stats.json")]
+    for file in kept:
+        file.write_text("{}")
+    begin(OmegaConf.create({"run_dir": str(tmp_path), "ckpt": None}))
+    assert not any(file.exists() for file in kept)

@@ -111,6 +111,14 @@ def test_rows_share_their_hosts_link_and_parameters_come_down_once() -> None:
     assert two.links.server_s == 0.0
 
 
+def test_large_masters_come_down_while_the_last_row_comes_up() -> None:
+    """2 rows of 0.1 s; beside the second the masters go down, which takes 0.1 s as well."""
+    network = Network(size_bytes=1 << 23, hosts=2, bandwidth=10 << 23, latency_s=0.001)
+    two = world(WaitForAll(), 4, network=network)
+    two.run(updates=2)
+    assert two.now_s == pytest.approx(2 * (1.0 + 2 * 0.1 + 0.001) + 0.001)
+
+
 def test_on_the_servers_host_nothing_takes_time() -> None:
     two = hosts(OnArrival(), 2, 1, bandwidth=100, latency_s=5.0)
     two.run(until_s=10.5)

@@ -11,6 +11,8 @@ Of several hosts the first has the server, whose memory its workers share, so th
 time. The workers of another host share its link, a FIFO queue in each direction: rows go up one by
 one, and parameters come down once for each host and version (one by one where each worker has a
 copy). Host 0's own link is ``server_bandwidth``. What is sent passes both links at once, in frames.
+Where all wait for one another, masters of :data:`FAR_BYTES` and more go down beside the last row
+that comes up, as each part is stepped when that part of the row is there.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Annotated
 
 from hybridtrain.protocol.messages import Visits
 from hybridtrain.util.option_types import Checked, Natural, NotNegative, Positive, Range
+from hybridtrain.worlds.hosts.transport import FAR_BYTES
 from hybridtrain.worlds.virtual.script import Script
 
 INWARDS, OUTWARDS = 0, 1
@@ -109,13 +112,19 @@ class HostLinks(Links):
         network: of several hosts.
         n_workers: on all hosts together.
         once: workers read the masters, which come down once for each host and version.
+        overlaps: an update is one gradient of each worker, so large rows and masters overlap.
     """
 
-    def __init__(self, network: Network, n_workers: int, once: bool) -> None:
+    def __init__(
+        self, network: Network, n_workers: int, once: bool, overlaps: bool = False
+    ) -> None:
         super().__init__(network)
         self._each, self._once = n_workers // network.hosts, once
         self._queues = [Queue(network.bandwidth) for _ in range(network.hosts)]
         self._brought: dict[int, tuple[int, float]] = {}  # host -> version, and its arrival
+        self._row_s = network.size_bytes / min(network.bandwidth, network.server_bandwidth)
+        self._overlaps = overlaps and network.size_bytes >= FAR_BYTES
+        self._last_row_s = -math.inf  # when the last whole row began to arrive
 
     def latency_s(self, worker: int) -> float:
         return self.network.latency_s if worker >= self._each else 0.0
@@ -129,13 +138,19 @@ class HostLinks(Links):
             return at_s
         then, arrived_s = self._brought.get(host, (-1, 0.0))
         if not (self._once and then == version):
-            arrived_s = self._passed_s(OUTWARDS, host, now_s, self.network.size_bytes)
+            from_s = min(now_s, self._last_row_s) if self._overlaps else now_s
+            arrived_s = self._passed_s(OUTWARDS, host, from_s, self.network.size_bytes)
             self._brought[host] = version, arrived_s
         return max(at_s, arrived_s)
 
     def _through_s(self, worker: int, now_s: float, n_bytes: float) -> float:
-        host = worker // self._each
-        return self._passed_s(INWARDS, host, now_s, n_bytes) if host else now_s
+        host, size = worker // self._each, self.network.size_bytes
+        through_s = self._passed_s(INWARDS, host, now_s, n_bytes) if host else now_s
+        # Other rows than whole ones are decoded once they are there: nothing overlaps with them.
+        self._last_row_s = max(
+            self._last_row_s, through_s - self._row_s * (host and n_bytes == size)
+        )
+        return through_s
 
     def _passed_s(self, way: int, host: int, now_s: float, n_bytes: float) -> float:
         both = (self._queues[host], self._central)

@@ -248,7 +248,8 @@ class VirtualWorld:
         network = self._under.network
         if network.hosts == 1:
             return Links(network)
-        return HostLinks(network, n_workers, self.server.requirements.whole_rounds)
+        wants = self.server.requirements
+        return HostLinks(network, n_workers, wants.whole_rounds, wants.everyone)
 
     def _start(self, n_workers: int) -> None:
         """All workers but the absent ones begin to compute at time 0."""
