@@ -58,14 +58,15 @@ class Reached:
 class Evidence:
     """One recorded run.
 
-    ``times``: worker -> seconds of its mini-batches; ``lag``: mini-batches computed at one point
-    before one counts at a later one, (1 + staleness) times those of an update; ``cores`` and
-    ``cpu_s`` (processor seconds of a mini-batch): 0 if the run does not say; ``samples_per_s``: of
-    training, without first steps.
+    ``times``: worker -> seconds of its mini-batches, ``steps`` of which make a contribution;
+    ``lag``: mini-batches computed at one point before one counts at a later one, (1 + staleness)
+    times those of an update; ``cores`` and ``cpu_s`` (processor seconds of a mini-batch): 0 if the
+    run does not say; ``samples_per_s``: of training, without first steps.
     """
 
     folder: Path
     seen: Observed
+    steps: int
     times: Mapping[int, Sequence[float]]
     data: Mapping[str, Any]
     strategy: str
@@ -140,11 +141,14 @@ def evidence(folder: Path) -> Evidence:
     strategy = dict(seen.strategy)
     gathers, staleness = _lag(run, strategy, seen)
     samples, cpu_s = run.figure("samples") or 0, run.figure("cpu_s") or 0.0
-    seen = replace(seen, size_bytes=record.told.get("begin", {}).get("bytes", 0))
+    steps, times = _steps(strategy), {worker: own[1:] for worker, own in seen.times.items()}
+    size = record.told.get("begin", {}).get("bytes", 0)
+    seen = replace(seen, size_bytes=size, batch_size=max(1, round(seen.batch_size / steps)))
     return Evidence(
         folder=folder,
         seen=seen,
-        times={worker: times[1:] for worker, times in seen.times.items()},
+        times={worker: [x / steps for x in own] for worker, own in times.items()},
+        steps=steps,
         data={k: v for k, v in record.told.items() if k.startswith("data ")} | _model(about),
         strategy=str(run.summary.get("strategy") or _name(strategy)),
         gathers=gathers,
@@ -173,8 +177,13 @@ def _lag(run: Run, strategy: Mapping[str, Any], seen: Observed) -> tuple[float, 
     if effective is not None:
         return max(1.0, effective / seen.batch_size), staleness or 0.0
     policy = make_policy(strategy.get("policy", "hybrid"))
-    steps = exchange_of(policy, strategy.get("exchange")).steps
-    return float(policy.begin(seen.n_workers).gathers * steps), 0.0
+    return float(policy.begin(seen.n_workers).gathers * _steps(strategy)), 0.0
+
+
+def _steps(strategy: Mapping[str, Any]) -> int:
+    """Mini-batches of a contribution."""
+    policy = make_policy(strategy.get("policy") or "hybrid")
+    return exchange_of(policy, strategy.get("exchange")).steps
 
 
 def _state_bytes(run: Run) -> int | None:

@@ -131,7 +131,7 @@ class Plan:
     def between_s(self, run: Evidence) -> float:
         """Time of a contribution that is not in a run's times, from its own speed."""
         simulated, measured = self.checked.get(str(run.folder), (math.inf, math.inf))
-        each = run.seen.n_workers * run.seen.batch_size * exchange_steps(run)
+        each = run.seen.n_workers * run.seen.batch_size * run.steps
         return max(0.0, each / measured - each / simulated)
 
     def rows(
@@ -207,12 +207,6 @@ def own_way(run: Evidence) -> Way | None:
     return None if given is None else Way("", given, run.seen.strategy.get("exchange"))
 
 
-def exchange_steps(run: Evidence) -> int:
-    """Mini-batches of a contribution of the run."""
-    given = run.seen.strategy
-    return exchange_of(make_policy(given.get("policy", "hybrid")), given.get("exchange")).steps
-
-
 # ---- speed --------------------------------------------------------------------------------------
 
 
@@ -252,7 +246,8 @@ def _run(
     times, needs = _times(source, layout), policy.begin(n)
     same = layout.text == "" or (_as_recorded(source, layout) and way.label == source.strategy)
     contention = None if same else _contention(plan, source, layout, needs.whole_rounds)
-    own_step_s = seen.update_s if exchange.parameters == "own" else 0.0
+    own = exchange.parameters == "own" and source.steps == 1  # else it is in the times
+    own_step_s = seen.update_s if own else 0.0
     added_s = between_s, own_step_s
     draws = [_drawn(times.stream(worker, 0), steps, *added_s) for worker in range(n)]
     epoch = None if seen.epoch is None else max(n, round(seen.epoch / seen.batch_size / steps))

@@ -24,10 +24,11 @@ def left(
     rounds: int = 80,
     sizes: Sequence[int] = (8,) * 8,
     policy: Any = "hybrid",
+    exchange: Any = None,
     **summary: Any,
 ) -> Path:
     """The folder of a run that validated after every 1,000 samples."""
-    recorded(folder, seconds, rounds=rounds, policy=policy, sizes=sizes)
+    recorded(folder, seconds, rounds, policy, sizes, exchange=exchange)
     name = policy if isinstance(policy, str) else policy["name"]
     n = len(seconds)
     said = {"strategy": name, "samples": rounds * n * 8, "effective_batch": n * 8.0}
@@ -110,6 +111,18 @@ def test_hosts_have_a_network_and_strategies_options(tmp_path: Path) -> None:
     assert all("network not measured" in row["extrapolated"] for row in rows)
     slow = planned(tmp_path, f"run={run}", "hosts=1x2:slower.0=2", "strategy=hybrid")
     assert slow[0]["bottleneck"] == "worker 0, 2× slower"
+
+
+def test_a_run_whose_workers_train_alone_has_several_mini_batches_in_a_contribution(
+    tmp_path: Path,
+) -> None:
+    run = left(tmp_path / "run", strategy="local_sgd", exchange={"name": "movement", "every": 4})
+    own, each = (
+        planned(tmp_path, f"run={run}", f"strategy={name}")[0]
+        for name in ("local_sgd:every=4", "hybrid")
+    )
+    assert own["samples_per_s"] == pytest.approx(16 / (1 + UPDATE_S), rel=0.01)
+    assert each["samples_per_s"] == pytest.approx(4 / (0.25 + UPDATE_S), rel=0.01)
 
 
 # ---- the target ---------------------------------------------------------------------------------
