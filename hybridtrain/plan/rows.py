@@ -305,7 +305,9 @@ def _contention(plan: Plan, source: Evidence, layout: Layout, whole_rounds: bool
     """On the hosts of the layout."""
     usual_s, threads, n_before = source.ordinary_s, source.threads, source.seen.n_workers
     recorded = source.cores or plan.own_cores
-    cpu_s = min(source.cpu_s or math.inf, usual_s * threads)
+    # If the run does not say: always busy, as far as it had cores.
+    cpu_s = source.cpu_s or usual_s * min(threads, recorded / n_before)
+    cpu_s = min(cpu_s, usual_s * threads)
     part_s, own_s = cpu_s / threads, usual_s
     if n_before * threads > recorded:
         if n_before * cpu_s / usual_s > FULL * recorded:

@@ -101,6 +101,21 @@ def test_waiting_for_cores_in_the_recorded_run_is_taken_out(tmp_path: Path) -> N
     assert row["samples_per_s"] == pytest.approx(32 / (0.5 + UPDATE_S), rel=0.01)
 
 
+def test_of_a_run_that_does_not_say_workers_were_busy_and_had_waited_for_cores(
+    tmp_path: Path,
+) -> None:
+    run = left(tmp_path / "run", [1.0] * 4, cores=2, cpu_s=0)
+    four, alone = (
+        planned(
+            tmp_path, f"run={run}", "strategy=grace:window_s=inf:together=true", f"hosts={size}"
+        )[0]
+        for size in ("1x4", "1x4:cores=4")
+    )
+    assert four["samples_per_s"] == pytest.approx(32 / (1 + UPDATE_S), rel=0.02)
+    assert alone["samples_per_s"] == pytest.approx(32 / (0.5 + UPDATE_S), rel=0.02)
+    assert "processor time not recorded" in four["extrapolated"]
+
+
 def test_hosts_have_a_network_and_strategies_options(tmp_path: Path) -> None:
     run = left(tmp_path / "run")
     size = "2x2:network.latency_s=0.5"
