@@ -116,7 +116,7 @@ class Plan:
     @cached_property
     def mini_batches(self) -> int:
         """Simulated in a row: fewer where there are many rows."""
-        return min(2000, max(200, 2_000_000 // (len(self.strategies) * len(self.layouts))))
+        return min(2000, max(150, 1_500_000 // (len(self.strategies) * len(self.layouts))))
 
     @cached_property
     def checked(self) -> dict[str, tuple[float, float]]:
@@ -258,7 +258,7 @@ def _run(
     )
     if timing.requirements.watches_loss or timing.requirements.evaluates:
         raise UserError(f"strategy={way.label} depends on losses, which {_SIMULATE}")
-    timing.run(max(plan.mini_batches // steps, 10 * n))
+    timing.run(max(plan.mini_batches // steps, 6 * n))
     return timing.counted[0] * steps * seen.batch_size / timing.last_s, timing
 
 
