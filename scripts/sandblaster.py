@@ -5,8 +5,9 @@
 ``loss``: logistic regression on documents in Vowpal Wabbit's format (``--data``; without it, 1,000
 documents made here): evaluations until the loss is within 1e-6 of the minimum, and the loss after
 13, against SciPy's L-BFGS-B, scikit-learn and, where it is installed, Vowpal Wabbit's bfgs
-(``pip install vowpalwabbit``). ``speed``: one pass over ``--documents`` made ones with 2 workers
-against scikit-learn's loss and gradient on one core, by turns. ``straggler``: 2 workers, of which
+(``pip install vowpalwabbit``). ``speed``: one pass over ``--documents`` made ones with 2 workers,
+of ``hybridtrain.Server`` and of Lightning's strategy, against scikit-learn's loss and gradient on
+one core, by turns. ``straggler``: 2 workers, of which
 one sleeps 3 times as long in each portion: one portion for each, against many, with and without
 backups. A figure holds for the machine and its load, which are printed first.
 """
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,13 @@ from benchmarks.machine import in_short, machine
 from benchmarks.parts.straggler import Work, measure
 from scipy.optimize import minimize
 from scipy.sparse import csr_matrix
+from scipy.special import expit
 from sklearn._loss.loss import HalfBinomialLoss
 from sklearn.linear_model import LogisticRegression
 from sklearn.linear_model._linear_loss import LinearModelLoss
 from torch.utils.data import DataLoader, Dataset
 
-from hybridtrain import HybridStrategy
+from hybridtrain import HybridStrategy, Server, Worker
 from hybridtrain.cli.quiet import hush, hush_lightning
 
 PASSES, CLOSE = 13, 1e-6
@@ -155,6 +158,31 @@ def trained(
     return watch
 
 
+def evaluate_portions(worker: Worker, l2: float) -> list[float]:
+    """The body of a worker of ``Server``; returns when each pass has begun."""
+    began_s = list[float]()
+    for ((labels, rows),) in worker.batches():
+        if worker.epoch == len(began_s):
+            began_s.append(time.perf_counter())
+        w, y = worker.model["w"], labels.numpy()
+        margins = (rows.matrix @ w) * y
+        gradient = rows.columns @ (-y * expit(-margins) / len(y)) + l2 * w
+        loss = np.logaddexp(0.0, -margins).mean() + l2 / 2 * w @ w
+        worker.push({"w": gradient}, samples=len(y), loss=loss)
+    return began_s
+
+
+def served(
+    x: csr_matrix, y: np.ndarray[Any, Any], size: int, passes: int, l2: float
+) -> tuple[float, float]:
+    """Seconds of a pass of 2 workers, and the loss at the last accepted point."""
+    server = Server({"w": np.zeros(x.shape[1])}, "sandblaster", threads_per_worker=1)
+    data, body = Portions(x, y, size), partial(evaluate_portions, l2=l2)
+    began_s = server.run(body, 2, data, batch_size=1, epochs=passes)[0]
+    loss = evaluation(x, y, l2)(server.model["w"])[0]
+    return float(np.median(np.diff(began_s)[1:])), float(loss)
+
+
 # ---- the loss -----------------------------------------------------------------------------------
 
 
@@ -227,13 +255,23 @@ def speed(given: argparse.Namespace) -> Any:
         theirs = (time.perf_counter() - began_s) / 5, (time.process_time() - used_s) / 5
         watch = trained(x, y, 2, len(y) // given.portions, 8, l2)
         used = watch.core_s.diff()[:, 1:].median(1).values
-        turns.append((*theirs, float(watch.ended_s.diff()[1:].median()), float(used.max())))
-    names = ("scikit-learn, s", "its core, s", "2 workers, s", "core of the busier worker, s")
+        server_s, loss = served(x, y, len(y) // given.portions, 8, l2)
+        assert abs(loss / evaluate(watch.points[-1].numpy())[0] - 1) < 1e-9, "they train the same"
+        pass_s = float(watch.ended_s.diff()[1:].median())
+        turns.append((*theirs, pass_s, float(used.max()), server_s))
+    names = (
+        *("scikit-learn, s", "its core, s"),
+        *("2 workers, s", "core of the busier worker, s", "2 workers of Server, s"),
+    )
     columns = zip(names, zip(*turns, strict=True), strict=True)
     found = {name: statistics.median(each) for name, each in columns}
-    ratios = [theirs / ours for theirs, _, ours, _ in turns]
+    ratios = {
+        "ratio": [turn[0] / turn[2] for turn in turns],
+        "ratio of Server": [turn[0] / turn[4] for turn in turns],
+    }
+    medians = {name: statistics.median(each) for name, each in ratios.items()}
     sizes = {"documents": len(y), "values": int(x.nnz)}
-    return {**sizes, **found, "ratio": statistics.median(ratios), "ratios": ratios}
+    return {**sizes, **found, **medians, "all": ratios}
 
 
 # ---- a slow worker ------------------------------------------------------------------------------

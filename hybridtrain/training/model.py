@@ -43,6 +43,16 @@ class Model:
             self.named = [(n, torch.nn.Parameter(_tensor(a))) for n, a in self._arrays.items()]
         self.numbers = {name: number for number, (name, _) in enumerate(self.named)}
 
+    def check_finite(self, values: Mapping[str, torch.Tensor], where: str) -> None:
+        """Raises ``UserError`` if a trained parameter among these is NaN or infinite somewhere."""
+        trained = {name for name, parameter in self.named if parameter.requires_grad}
+        for name, value in values.items():
+            if name in trained and not (finite := value.isfinite()).all():
+                raise UserError(
+                    f"{where}: parameter {name} has {int((~finite).sum())} of {value.numel()} "
+                    "elements that are NaN or infinite; give finite ones"
+                )
+
     def ordered(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters, those of the optimizer first, as they are laid out."""
         if self.module is None:

@@ -19,7 +19,7 @@ from hybridtrain.util.option_types import EACH, Count, misfit
 _CONTENT = {
     **dict.fromkeys(("updates", "epochs"), Count),
     "parameters": {EACH: torch.Tensor},
-    "optimizer": {EACH: {EACH: torch.Tensor | bool | float | str | None}},
+    "optimizer": {EACH: {EACH: torch.Tensor | bool | float | str | list[Any] | None}},
     "made_by": {EACH: str},
 }
 

@@ -15,6 +15,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, evaluates, exchange_of
+from hybridtrain.memory.limits import available_bytes
 from hybridtrain.monitoring.watchdog import SlowReport, to_stderr
 from hybridtrain.options.strategy_arguments import DEFAULTS, SchemeArguments, checked, unknown
 from hybridtrain.policies import POLICIES, make_policy
@@ -50,6 +51,7 @@ from hybridtrain.worlds.local.signals import Interrupted
 from hybridtrain.worlds.threads import Threads
 from hybridtrain.worlds.virtual.service_times import ServiceTimes, Times
 
+_OF_A_WORKER = 32 << 20  # bytes, of a forked process without its model
 T = TypeVar("T")
 Body = Callable[[Worker], Any]
 
@@ -102,17 +104,10 @@ class Server(Scheme):
                 "the body was; use on_failure=continue or stop"
             )
         exchange = exchange_of(make_policy(given["policy"]), given["exchange"])  # type: ignore[typeddict-item]
-        if evaluates(exchange):
-            parts = {"policy": policy, "exchange": options.get("exchange")}
-            named = [f"{part}={shown(one)}" for part, one in parts.items() if one is not None]
-            raise UserError(
-                f"{', '.join(named) or strategy} was given, whose updates say where the loss is to "
-                "be evaluated, but a body goes on from the masters; train a LightningModule with "
-                "strategy=sandblaster, or use strategy=hybrid"
-            )
         steps, update = _who_steps(exchange, optimizer, given["update"])
         self.choose({**given, "update": update})
         self._make, self._model = _maker(steps), Model(model)
+        self._model.check_finite(self._model.values, "the model")
         self._n_workers = 1
         self._serving: inner.Server | None = None  # during a run
         self._past = SavedRun()  # former runs
@@ -154,7 +149,9 @@ class Server(Scheme):
         Raises:
             UserError: if it cannot be read, or is of another model, optimizer, exchange or update.
         """
-        self._past = SavedRun.read(path, self._model.values, self._made_by())
+        past = SavedRun.read(path, self._model.values, self._made_by())
+        self._model.check_finite(past.parameters, str(path))
+        self._past = past
         self._model.take(self._past.parameters)
 
     # ---- runs -----------------------------------------------------------------------------------
@@ -185,6 +182,7 @@ class Server(Scheme):
             BaseException: of the first body that fails.
         """
         job = self._job(body, workers, data, how)
+        _check_number(workers)
         start, threads = (
             scheme.resolve_start_method(self.start_method),
             scheme.threads_of_a_worker(self, workers),
@@ -282,6 +280,12 @@ class Server(Scheme):
         self._n_workers = workers
         self.requirements = scheme.required(self)
         scheme.check_parts(self)
+        if self.requirements.evaluates and (data is None or how.get("drop_last")):
+            given = "no data was given" if data is None else "drop_last=True was given"
+            raise UserError(
+                f"{given} with exchange={self.exchange}, which compares the losses of passes over "
+                "the same samples; give run(data=...), and leave drop_last out"
+            )
         if (check_tensors := getattr(self.exchange, "check_tensors", None)) is not None:
             check_tensors(sum(parameter.requires_grad for _, parameter in self._model.named))
         return Job(
@@ -361,6 +365,18 @@ class _Progress(SlowReport):
             self._tell(self._now())
 
 
+def _check_number(workers: int) -> None:
+    """Raises ``UserError`` if the machine has no memory for so many processes."""
+    there = available_bytes()
+    if there is not None and workers * _OF_A_WORKER > there:
+        raise UserError(
+            f"workers={workers} was given, but {there / 2**30:.1f} GiB of memory are free here, "
+            f"and a process takes about {_OF_A_WORKER >> 20} MiB: at most {there // _OF_A_WORKER}; "
+            f"give as many as there are cores ({scheme.usable_cores()}), or see server.simulate "
+            "for more of them in this process"
+        )
+
+
 # ---- which optimizer steps ----------------------------------------------------------------------
 
 
@@ -370,6 +386,13 @@ def _who_steps(exchange: Exchange, optimizer: Any, update: Any) -> tuple[Any, An
     Raises:
         UserError: if there is none.
     """
+    if evaluates(exchange):
+        if optimizer is not None:
+            raise UserError(
+                f"optimizer={shown(optimizer)} was given with exchange={exchange}, where workers "
+                'step nothing; give update={"name": "lbfgs"} or gradient_descent, or leave it out'
+            )
+        return {"name": "sgd", "lr": 1.0}, update  # never steps
     if optimizer is not None:
         return optimizer, update
     if exchange.parameters != "own":

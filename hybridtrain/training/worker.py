@@ -29,7 +29,7 @@ from hybridtrain.training.step.guard import OnFault
 from hybridtrain.training.step.shared_buffers import shared
 from hybridtrain.training.step.trained_parameters import sparse_slots
 from hybridtrain.updates.named import NamedUpdate
-from hybridtrain.util.option_types import Checked, Positive
+from hybridtrain.util.option_types import Checked, Positive, shown
 from hybridtrain.worker.client import Client, StopRequested
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -130,7 +130,8 @@ class Worker:
         trained = Trained(named, [self.optimizer], buffers, sparse)
         self._session = _Session(client, trained, job)
         self._session.begin(job.past.updates)
-        self._visible = self._model.visible
+        visible = self._model.visible
+        self._visible = _Arrays(visible) if isinstance(visible, dict) else visible
         self.epoch = self._n_epochs = job.past.epochs  # the latter: done, also in former runs
         self._copy: Model | None = None
         self._n_batches = 0  # of this epoch
@@ -271,6 +272,7 @@ class Worker:
         self._session.flush(ends=True)
         self._client.heartbeat.beat(Doing.EPOCH)
         self._client.gather("the end of an epoch", None)
+        self._has_asked &= not self._wants.evaluates  # the next pass is at another point
         left = sampler.left_by(self._client.gone) if remembers else ()
         if not (left or self._client.left):
             return False
@@ -288,7 +290,9 @@ class Worker:
 
     # ---- gradients ------------------------------------------------------------------------------
 
-    def push(self, gradients: Any = OF_MODEL, samples: float | None = None) -> bool:
+    def push(
+        self, gradients: Any = OF_MODEL, samples: float | None = None, loss: Any = None
+    ) -> bool:
         """Hand over gradients, and wait until the policy lets this worker go on.
 
         Args:
@@ -297,15 +301,21 @@ class Worker:
                 none. If it is left out, those that ``backward`` has made.
             samples: what they count for in a mean; by default the samples of the mini-batches since
                 the last push.
+            loss: the mean over these samples, a number. ``sandblaster`` needs it, and ``switch``
+                on a plateau; others do not use it.
 
         Returns:
             Whether they count; those that come too late may not.
 
         Raises:
-            UserError: if names or shapes are not the model's, or a gradient is not finite.
+            UserError: if names or shapes are not the model's, a gradient is not finite, or the loss
+                is missing.
         """
         self._take_gradients(gradients)
-        (step,) = self._session.steps
+        (step,), covers = self._session.steps, self._client.tickets.covers
+        if loss is not None or (self._wants.evaluates and gradients is not None):
+            step.watch(_loss(loss, self._where))
+        n_covers = len(covers)
         rows, self._rows = samples or self._rows, 0.0
         if rows or self._sampler is None:
             self._session.begin_samples(rows or 1.0)
@@ -314,6 +324,8 @@ class Worker:
         for parameter in step.parameters:
             parameter.grad = None
         counted = self._client.counted
+        if self._wants.evaluates:  # another worker's answer may have come first
+            counted = len(covers) == n_covers
         if counted and self._sampler is not None:
             self._sampler.commit(self._client.version, self._session.owes)
         return counted
@@ -324,8 +336,11 @@ class Worker:
         try:
             self._model.set_gradients({} if gradients is None else gradients)
         except UserError as error:
-            where = f"worker {self.number}, epoch {self.epoch}, mini-batch {self._n_batches}"
-            raise UserError(f"{where}: {error}") from None
+            raise UserError(f"{self._where}: {error}") from None
+
+    @property
+    def _where(self) -> str:
+        return f"worker {self.number}, epoch {self.epoch}, mini-batch {self._n_batches}"
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -345,6 +360,30 @@ class Worker:
         self._client.heartbeat.beat(Doing.ENDING)
         self._client.gather("the end of the body", None)
         self._session.close()
+
+
+class _Arrays(dict[str, Any]):
+    """The parameters of a model by name, which the worker goes on to look at."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not self.get(name):
+            raise UserError(
+                f"worker.model[{name!r}] was given another array, which no worker would see; write "
+                f"into the one that is there: worker.model[{name!r}][...] = ..."
+            )
+
+
+def _loss(given: Any, where: str) -> torch.Tensor:
+    try:
+        loss = float(given.detach() if isinstance(given, torch.Tensor) else given)
+        if loss == loss:
+            return torch.tensor(loss, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise UserError(
+        f"{where}: loss={shown(given)} was pushed; give push(gradients, loss=...) a number, the "
+        "mean over the samples of the mini-batch"
+    )
 
 
 def work(job: Job, client: Client) -> Any:

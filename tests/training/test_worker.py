@@ -518,7 +518,8 @@ def test_data_keep_their_form() -> None:
         (lambda: Server(X, optimizer={"name": "sgd", "lr": -1.0}), "Invalid learning rate"),
         (lambda: Server(X), "no optimizer was given"),
         (lambda: Server(X, "local_sgd", update="mean"), "no optimizer was given"),
-        (lambda: Server(X, "sandblaster"), "^sandblaster was given, "),
+        (lambda: Server(X, optimizer=SGD).run(descend, workers=10**6), "workers=1000000 was given"),
+        (lambda: Server({"w": np.full(2, np.nan)}, optimizer=SGD), "parameter w has 2 of 2 elem"),
         (lambda: Server(X, optimizer=SGD, devices=2), "devices was given"),
         (lambda: Server(X, optimizer=SGD, keep_order=True), "keep_order was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, workers=0), "workers=0 was given"),
@@ -567,3 +568,20 @@ def test_a_body_that_never_asks_for_its_data_is_told_so() -> None:
         Server(weights(), optimizer=SGD).run(idle, data=X)
     with pytest.raises(UserError, match=r"give run\(data=...\) some"):
         Server(weights(), optimizer=SGD).run(descend)
+
+
+def test_a_replaced_array_is_refused() -> None:
+    def body(worker: Worker) -> None:
+        worker.model["b"] += 1.0
+        worker.model["w"] = np.ones(4)
+
+    with pytest.raises(UserError, match=r"worker.model\['w'\] was given another array"):
+        Server(weights(), optimizer=SGD).simulate(body)
+
+
+def test_a_saved_run_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    server = Server(weights(), optimizer=SGD)
+    server._model.values["w"][1] = torch.inf
+    server.save(tmp_path / "run.pt")
+    with pytest.raises(UserError, match=r"run.pt: parameter w has 1 of 4 elements"):
+        Server(weights(), optimizer=SGD).load(tmp_path / "run.pt")

@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
+from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
 from hybridtrain.lightning.checkpointing.mid_epoch import (
@@ -183,6 +184,11 @@ class Loaders:
             visits=None if shards is None else Visits(shards["number"], shards["visit"]),
             limited=is_limited(self._trainer),
         )
+        if plan.drop_last and self._requirements.evaluates:
+            raise UserError(
+                "the training loader has drop_last=True, so each pass would have other samples, "
+                "whose losses no line search can compare; leave it out"
+            )
         goes_on = resumed is not None and not hasattr(dataloader, "load_state_dict")
         begun = resumed.begun(number, plan) if resumed and goes_on else None
         self._tell(number, dataloader.dataset)

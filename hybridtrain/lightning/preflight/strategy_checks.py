@@ -300,6 +300,8 @@ def check_evaluations(trainer: Any, asked: str) -> None:
                 f"compare them; {'set its p to 0' if chance else 'use LayerNorm'}, put it into "
                 "eval() before trainer.fit, or use strategy=hybrid"
             )
+    limit = trainer.limit_train_batches
+    limited = isinstance(limit, int) or limit < 1.0
     accumulates = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)
     for name, given, why in (
         ("gradient_clip_val", trainer.gradient_clip_val, "it would clip each portion's gradient"),
@@ -307,6 +309,11 @@ def check_evaluations(trainer: Any, asked: str) -> None:
             "accumulate_grad_batches",
             accumulates or trainer.accumulate_grad_batches != 1,
             "the gradients of a whole pass add up already",
+        ),
+        (
+            f"limit_train_batches={limit}",
+            limited and not (trainer.fast_dev_run or trainer.overfit_batches),
+            "each pass would have other samples, whose losses no line search can compare",
         ),
     ):
         if given:

@@ -52,7 +52,7 @@ class LocalStep(WorkerStep):
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _: parts.client.check_need())
             for parameter in self.parameters
-            if wants.backs_up and parameter.requires_grad
+            if wants.backs_up and not parts.manual and parameter.requires_grad
         ]
 
     def _step(self, closure: Closure | None) -> Any:

@@ -160,6 +160,28 @@ def test_in_lock_step_two_hosts_train_what_one_does_to_the_bit(tmp_path: Path, n
     assert all(each["sent"] > 0 for each in two[0].result["hosts"]) and one.result["hosts"] is None
 
 
+class WithoutBuffers(Net):
+    """In float64, as a line search likes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), self.net[-1])
+        self.double()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss([each.double() for each in batch])
+
+
+@pytest.mark.slow
+def test_two_hosts_evaluate_what_one_does(tmp_path: Path) -> None:
+    """Which worker adds up which portions is left to chance, and with it the last bits."""
+    two, one = both(tmp_path, train, policy="sandblaster", make=WithoutBuffers, epochs=8)
+    assert_equal(two[0].result, two[1].result)
+    assert one.result["samples"] == two[0].result["samples"] == 8 * SAMPLES
+    for name, value in one.result["weights"].items():
+        assert float((value - two[0].result["weights"][name]).abs().max()) < 1e-9, name
+
+
 FREE: dict[str, dict[str, Any]] = {
     "async": {"policy": "async"},
     "ssp": {"policy": {"name": "ssp", "lead": 1}},

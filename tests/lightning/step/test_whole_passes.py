@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain import HybridStrategy, Server
+from hybridtrain import HybridStrategy, Server, Worker
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.summed import Summed
 from hybridtrain.lightning.preflight.strategy_checks import warn_of_unused
@@ -259,6 +260,8 @@ class Overflows(Regression):
         (made, {"update": "user"}, ["update='user'", "lbfgs"]),
         (made, {"gradient_clip_val": 1.0}, ["gradient_clip_val", "portion"]),
         (made, {"accumulate_grad_batches": 2}, ["accumulate_grad_batches"]),
+        (made, {"limit_train_batches": 3}, ["limit_train_batches=3", "other samples"]),
+        (made, {"loader": DataLoader(data(), 5, drop_last=True)}, ["drop_last=True", "leave"]),
         (lambda: Overflows().double(), {}, ["worker 1", "mini-batch 1", "not finite", "net.0"]),
     ],
 )
@@ -283,9 +286,73 @@ def test_its_parts_belong_together(parts: dict[str, Any]) -> None:
         make_trainer(HybridStrategy(**parts), 2).fit(made(), DataLoader(data(), 4))
 
 
-def test_a_loop_of_ones_own_is_not_asked_to_evaluate() -> None:
-    with pytest.raises(UserError, match=r"sandblaster was given.*LightningModule"):
-        Server(torch.zeros(2), "sandblaster")
+# ---- without Lightning --------------------------------------------------------------------------
+
+
+def evaluate(worker: Worker, dies: bool = False) -> int:
+    """The step of ``Regression`` in a loop of one's own; returns the samples that have counted."""
+    counted = 0
+    for number, rows in enumerate(worker.batches()):
+        if dies and worker.number == 1 and number == 2:
+            os._exit(3)
+        x, y = (torch.stack(column) for column in zip(*rows, strict=True))
+        worker.model.zero_grad()
+        loss = torch.nn.functional.mse_loss(worker.model.net(x), y)
+        loss.backward()
+        counted += len(rows) * worker.push(loss=loss)
+    return counted
+
+
+def test_a_loop_of_ones_own_evaluates_as_the_strategy_to_the_bit(tmp_path: Path) -> None:
+    """A server that has loaded the first passes goes on within their line search."""
+    expected, _ = trained(1, 7, 12)
+    first, then = Server(made(), "sandblaster"), Server(module := made(), "sandblaster")
+    assert first.run(evaluate, data=data(), batch_size=7, epochs=4) == [4 * N]
+    first.save(tmp_path / "run.pt")
+    then.load(tmp_path / "run.pt")
+    then.run(evaluate, data=data(), batch_size=7, epochs=8)
+    assert torch.equal(flat(module), flat(expected))
+
+
+def test_portions_of_a_loop_of_ones_own_count_once_in_virtual_time() -> None:
+    server = Server(module := made(), "sandblaster")
+    times = ServiceTimes("pareto", 1.0)
+    counted = server.simulate(evaluate, 3, data(), times=times, batch_size=5, epochs=12)
+    assert sum(counted) == server.stats()["samples"] == 12 * N
+    assert float((flat(module) - alone(12, "lbfgs")[12]).abs().max()) < 1e-9
+
+
+def test_a_lost_process_leaves_its_portions_to_a_loop_of_ones_own() -> None:
+    server = Server(module := made(), "sandblaster", on_failure="continue")
+    server.run(partial(evaluate, dies=True), 2, data(), batch_size=5, epochs=6)
+    assert server.stats()["samples"] == 6 * N
+    assert float((flat(module) - alone(6, "lbfgs")[6]).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("pushed", "run", "said"),
+    [
+        ({}, {}, r"epoch 0, mini-batch 1: loss=None was pushed; give push\(gradients, loss="),
+        ({"loss": float("nan")}, {}, "loss=nan was pushed"),
+        ({"loss": torch.ones(2)}, {}, "give push"),
+        ({"loss": "low"}, {}, "loss='low' was pushed"),
+        ({}, {"data": None}, "no data was given with exchange=Summed"),
+        ({}, {"drop_last": True}, "drop_last=True was given"),
+    ],
+)
+def test_what_a_loop_of_ones_own_lacks_is_said(pushed: Any, run: Any, said: str) -> None:
+    def body(worker: Worker) -> None:
+        for _ in worker.batches():
+            worker.push({"w": torch.ones(2)}, **pushed)
+
+    server = Server({"w": torch.zeros(2)}, "sandblaster")
+    with pytest.raises(UserError, match=said):
+        server.simulate(body, **{"data": 10, **run})
+
+
+def test_workers_that_step_nothing_need_no_optimizer() -> None:
+    with pytest.raises(UserError, match="optimizer='sgd' was given with exchange=Summed"):
+        Server(torch.zeros(2), "sandblaster", optimizer="sgd")
 
 
 def test_frozen_layers_that_are_in_eval_mode_may_have_dropout() -> None:
