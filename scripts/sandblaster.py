@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before numpy is imported
+
 import numpy as np
 import pytorch_lightning as pl
 import torch

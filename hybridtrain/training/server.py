@@ -183,10 +183,8 @@ class Server(Scheme):
         """
         job = self._job(body, workers, data, how)
         _check_number(workers)
-        start, threads = (
-            scheme.resolve_start_method(self.start_method),
-            scheme.threads_of_a_worker(self, workers),
-        )
+        start = scheme.resolve_start_method(self.start_method)
+        threads = scheme.threads_of_a_worker(self, workers)
         in_update = scheme.usable_cores() if self.requirements.whole_rounds else 1
         server = self._serving = scheme.serving(self, True, threads, in_update)
         way, judge, ended = Workers(start, threads), Judge(self.on_failure), False
