@@ -256,8 +256,8 @@ class Overflows(Regression):
     [
         (lambda: With(torch.nn.Dropout(0.1)), {}, ["net.3", "Dropout", "p to 0", "eval()"]),
         (lambda: With(torch.nn.BatchNorm1d(1)), {}, ["net.3", "BatchNorm1d", "LayerNorm"]),
-        (made, {"update": "adam"}, ["update='adam'", "one evaluation", "lbfgs", "hybrid"]),
-        (made, {"update": "user"}, ["update='user'", "lbfgs"]),
+        (made, {"update": "adam"}, ["update=adam", "one evaluation", "lbfgs", "hybrid"]),
+        (made, {"update": "user"}, ["update=user", "lbfgs"]),
         (made, {"gradient_clip_val": 1.0}, ["gradient_clip_val", "portion"]),
         (made, {"accumulate_grad_batches": 2}, ["accumulate_grad_batches"]),
         (made, {"limit_train_batches": 3}, ["limit_train_batches=3", "other samples"]),
