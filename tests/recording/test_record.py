@@ -109,7 +109,9 @@ def test_an_optimizer_that_cannot_tell_its_state_ends_the_record_only(tmp_path: 
         raise RuntimeError("I shall not tell")
 
     server = RecordingServer(Writer(tmp_path / "record.bin", KINDS), make_policy("async"), 1)
-    secretive = SimpleNamespace(updates=[SimpleNamespace(state=state)], close=lambda: None)
+    does = lambda *_: None  # noqa: E731
+    parts = {"updates": [SimpleNamespace(state=state)], "correct_by": does, "close": does}
+    secretive = SimpleNamespace(**parts)
     server.adopt(None, cast(Any, secretive))
     with pytest.warns(UserWarning, match="incomplete: I shall not tell"):
         server.close()
