@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import Style, number
+from hybridtrain.util.files import reason_of, write_named
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -188,15 +189,13 @@ def page(title: str, parts: Iterable[Part], subtitle: str = "") -> str:
 
 
 def write(path: Path, text: str, option: str) -> None:
-    """Write the file given by ``option``, whole or not at all.
+    """Write the file given by ``option``, as :func:`write_named` does.
 
     Raises:
         UserError: if it cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8", newline="")
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise UserError(f"{option}={path} could not be written: {error}") from error
+        write_named(path, text.encode())
+    except (OSError, ValueError) as error:  # zero bytes
+        reason = reason_of(error)
+        raise UserError(f"{option}={path} could not be written: {reason}") from error

@@ -79,6 +79,45 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         os.close(folder)
 
 
+def write_named(path: Path, content: bytes) -> None:
+    """Write the file that a user names: atomically, at the end of its symbolic links.
+
+    A character device, a FIFO that is read, and the file of standard output or error are written
+    into, never replaced.
+
+    Raises:
+        OSError: if it could not be written, or the folder is missing.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        found = None
+    if found is None or not _takes_bytes(found):
+        path = Path(os.path.realpath(path))
+        path.parent.stat()  # a misspelt folder is not made
+        write_whole(path, content)
+        return
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "nothing reads this FIFO; give a file's name") from error
+        raise
+    os.set_blocking(fd, True)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+
+
+def _takes_bytes(found: os.stat_result) -> bool:
+    if stat.S_IFMT(found.st_mode) in (stat.S_IFCHR, stat.S_IFIFO):
+        return True
+    for stream in (1, 2):
+        with suppress(OSError):  # closed
+            if os.path.samestat(found, os.fstat(stream)):
+                return True
+    return False
+
+
 def _write_part(part: str, folder: int, content: bytes | memoryview, name: str) -> bool:
     """Write and sync a file without a name, where the file system can, then link it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -56,6 +57,16 @@ def test_what_users_say_is_escaped() -> None:
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"html=.*could not be written"):
         page.write(tmp_path / "none" / "x.html", "", "html")
+
+
+def test_a_page_replaces_no_device_no_fifo_and_no_link(tmp_path: Path) -> None:
+    null, fifo = tmp_path / "null", tmp_path / "fifo"
+    null.symlink_to("/dev/null")
+    os.mkfifo(fifo)
+    page.write(null, "text", "html")
+    with pytest.raises(UserError, match="could not be written: nothing reads this FIFO"):
+        page.write(fifo, "text", "html")
+    assert null.is_symlink() and fifo.is_fifo() and len(list(tmp_path.iterdir())) == 2
 
 
 def test_figures_stand_to_the_right_and_words_to_the_left() -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hybridtrain.util import files
-from hybridtrain.util.files import fault_of, interrupted_in, seal, write_whole
+from hybridtrain.util.files import fault_of, interrupted_in, seal, write_named, write_whole
 
 
 @pytest.mark.parametrize("nameless", [True, False])
@@ -187,3 +187,54 @@ def test_the_checkpoint_of_an_early_end_is_not_among_the_others(name: str, tmp_p
     path = interrupted_in(tmp_path / name)
     assert path.parent != tmp_path / name and tmp_path in path.parents
     assert name == "checkpoints" or tmp_path / name in path.parents, "what is beside is not ours"
+
+
+# ---- files that a user names --------------------------------------------------------------------
+
+
+def test_a_named_file_is_written_through_links_and_into_what_takes_bytes(tmp_path: Path) -> None:
+    real, link, dangling = tmp_path / "real", tmp_path / "link", tmp_path / "dangling"
+    real.write_bytes(b"old")
+    link.symlink_to(real)
+    dangling.symlink_to(tmp_path / "new")
+    write_named(link, b"text")
+    write_named(dangling, b"text")
+    assert link.is_symlink() and real.read_bytes() == (tmp_path / "new").read_bytes() == b"text"
+    null = tmp_path / "null"
+    null.symlink_to("/dev/null")
+    write_named(null, b"text")
+    assert null.is_symlink() and Path("/dev/null").is_char_device()
+    os.mkfifo(tmp_path / "fifo")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    write_named(tmp_path / "fifo", b"text")
+    assert os.read(reader, 9) == b"text" and (tmp_path / "fifo").is_fifo()
+    os.close(reader)
+
+
+def test_a_fifo_without_a_reader_is_refused_at_once_and_a_full_device_says_so(
+    tmp_path: Path,
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="nothing reads"):
+        write_named(tmp_path / "fifo", b"text")
+    assert (tmp_path / "fifo").is_fifo()
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_named(full, b"text")
+    assert full.is_symlink() and Path("/dev/full").is_char_device()
+
+
+def test_the_file_of_standard_output_is_appended_to(tmp_path: Path) -> None:
+    """``json=/dev/stdout >file``: a new file in its place would lose what is printed later."""
+    path, former = tmp_path / "out", os.dup(1)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.write(fd, b"table ")
+    os.dup2(fd, 1)
+    try:
+        write_named(Path("/proc/self/fd/1"), b"figures")
+    finally:
+        os.dup2(former, 1)
+        os.close(former)
+    assert path.read_bytes() == b"table figures" and os.fstat(fd).st_ino == path.stat().st_ino
+    os.close(fd)
