@@ -22,7 +22,7 @@ from hybridtrain.training.server import Server
 from hybridtrain.training.spark import Errand, rdd_of, train_on
 from hybridtrain.training.worker import Worker
 from hybridtrain.updates.delay_tolerant import DelayTolerant
-from hybridtrain.util.option_types import Named, Natural, Positive, check, shown
+from hybridtrain.util.option_types import Named, Natural, Positive, as_typed, check, shown
 
 Gradient = Callable[[Any, Any], Any]
 Step = Callable[[Any, Any], object]
@@ -151,8 +151,8 @@ def _check(server: Server) -> None:
     """Raises ``UserError`` if updates would not reach ``descent`` one by one."""
     if server.exchange.parameters != "read" or not server.update.is_users or server.update.merge:
         raise UserError(
-            f"descent was given with exchange={server.exchange} and update={server.update.name}, "
-            "but it takes each update as it was made; leave them out"
+            f"descent was given with exchange={as_typed(server.exchange)} and "
+            f"update={server.update.name}, but it takes each update as it was made; leave them out"
         )
 
 

@@ -38,6 +38,7 @@ from hybridtrain.updates.named import KNOWN, MEAN, SUM, make_update
 from hybridtrain.util.option_types import (
     Named,
     Positive,
+    as_typed,
     check,
     check_names,
     checked_choice,
@@ -281,8 +282,8 @@ class Server(Scheme):
         if self.requirements.evaluates and (data is None or how.get("drop_last")):
             given = "no data was given" if data is None else "drop_last=True was given"
             raise UserError(
-                f"{given} with exchange={self.exchange}, which compares the losses of passes over "
-                "the same samples; give run(data=...), and leave drop_last out"
+                f"{given} with exchange={as_typed(self.exchange)}, which compares the losses of "
+                "passes over the same samples; give run(data=...), and leave drop_last out"
             )
         if (check_tensors := getattr(self.exchange, "check_tensors", None)) is not None:
             check_tensors(sum(parameter.requires_grad for _, parameter in self._model.named))
@@ -387,8 +388,9 @@ def _who_steps(exchange: Exchange, optimizer: Any, update: Any) -> tuple[Any, An
     if evaluates(exchange):
         if optimizer is not None:
             raise UserError(
-                f"optimizer={shown(optimizer)} was given with exchange={exchange}, where workers "
-                'step nothing; give update={"name": "lbfgs"} or gradient_descent, or leave it out'
+                f"optimizer={shown(optimizer)} was given with exchange={as_typed(exchange)}, where "
+                'workers step nothing; give update={"name": "lbfgs"} or gradient_descent, or '
+                "leave it out"
             )
         return {"name": "sgd", "lr": 1.0}, update  # never steps
     if optimizer is not None:

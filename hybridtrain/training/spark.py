@@ -39,7 +39,7 @@ from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.training.model import Model
 from hybridtrain.training.server import Server
 from hybridtrain.training.worker import Worker
-from hybridtrain.util.option_types import Positive, check, shown
+from hybridtrain.util.option_types import Positive, as_typed, check, shown
 from hybridtrain.worlds.hosts import sockets
 from hybridtrain.worlds.hosts.door import Door, Refused, hear, knock, say, until_let_in
 from hybridtrain.worlds.hosts.key import Key
@@ -309,9 +309,9 @@ def _check(server: Server, n_slots: int, other: Mapping[str, Any]) -> None:
     goes_on = wants.free or (wants.holds and not wants.drops_late)
     if not goes_on or wants.whole_rounds or wants.parameters != "copy":
         raise UserError(
-            f"policy={server.policy}, exchange={server.exchange} was given with data of Spark, "
-            "whose tasks come and go, so none may wait for another, and what is dropped is not "
-            "computed again; use policy=async, k_batch_async or softsync"
+            f"policy={as_typed(server.policy)}, exchange={as_typed(server.exchange)} was given "
+            "with data of Spark, whose tasks come and go, so none may wait for another, and what "
+            "is dropped is not computed again; use policy=async, k_batch_async or softsync"
         )
     if server.recording is not None:
         raise UserError(

@@ -215,13 +215,13 @@ def check_transport(strategy: HybridStrategy) -> None:
         return
     if strategy.correction is not None:
         raise UserError(
-            f"transport_dtype=bf16 was given with correction={strategy.correction}, which "
-            "changes gradients where they lie and would round them once more; leave one out"
+            f"transport_dtype=bf16 was given with correction={as_typed(strategy.correction)}, "
+            "which changes gradients where they lie and would round them once more; leave one out"
         )
     if codec_of(strategy.exchange) is not None:
         raise UserError(
-            f"transport_dtype=bf16 was given with exchange={strategy.exchange}, which encodes "
-            "what workers hand over, from the dtype that it has; leave one out"
+            f"transport_dtype=bf16 was given with exchange={as_typed(strategy.exchange)}, which "
+            "encodes what workers hand over, from the dtype that it has; leave one out"
         )
     if strategy.requirements.in_place:
         raise UserError(
@@ -239,7 +239,7 @@ def check_own_parameters(strategy: HybridStrategy, trainer: Any) -> None:
     Raises:
         UserError: naming the option, and what to do.
     """
-    asked = f"exchange={strategy.exchange}"
+    asked = f"exchange={as_typed(strategy.exchange)}"
     if strategy.transport is not None:
         raise UserError(
             f"transport_dtype=bf16 was given with {asked}, but what workers have come to is handed "

@@ -336,7 +336,7 @@ def test_a_lost_process_leaves_its_portions_to_a_loop_of_ones_own() -> None:
         ({"loss": float("nan")}, {}, "loss=nan was pushed"),
         ({"loss": torch.ones(2)}, {}, "give push"),
         ({"loss": "low"}, {}, "loss='low' was pushed"),
-        ({}, {"data": None}, "no data was given with exchange=Summed"),
+        ({}, {"data": None}, "no data was given with exchange=summed"),
         ({}, {"drop_last": True}, "drop_last=True was given"),
     ],
 )
@@ -351,7 +351,7 @@ def test_what_a_loop_of_ones_own_lacks_is_said(pushed: Any, run: Any, said: str)
 
 
 def test_workers_that_step_nothing_need_no_optimizer() -> None:
-    with pytest.raises(UserError, match="optimizer='sgd' was given with exchange=Summed"):
+    with pytest.raises(UserError, match="optimizer='sgd' was given with exchange=summed"):
         Server(torch.zeros(2), "sandblaster", optimizer="sgd")
 
 
