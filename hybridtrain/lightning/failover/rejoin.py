@@ -27,8 +27,9 @@ from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.hooks.loop_hooks import add_to_saved_logged_step
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
+from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.memory.scratch_file import as_bytes, read
 from hybridtrain.protocol.messages import Progress
 from hybridtrain.protocol.spans import split, total
@@ -152,6 +153,7 @@ class RejoinState:
             "breaks": self._breaks,
             "loggers": loggers,
             "should_stop": trainer.should_stop,
+            "checkpoints": [standing_of(each, module) for each in checkpoints_of(trainer)],
             "unsaved": {k: v for k, v in module.named_buffers() if k not in state},
         }
         return as_bytes(checkpoint)
@@ -192,8 +194,16 @@ class Rejoin:
         return {**self._checkpoint, "state_dict": weights | self._checkpoint["state_dict"]}
 
     def agree(self) -> None:
-        """Undo a stop that a callback of this new process decided alone, by its clock."""
-        self._trainer.should_stop = self._ours["should_stop"]
+        """Let callbacks of this new process decide as those of the others.
+
+        A clock has perhaps stopped it alone, and a ``ModelCheckpoint`` on another host has another
+        directory, so Lightning does not restore it.
+        """
+        trainer = self._trainer
+        trainer.should_stop = self._ours["should_stop"]
+        states = self._ours["checkpoints"]
+        for callback, state in zip(checkpoints_of(trainer), states, strict=True):
+            give_state(callback, trainer.lightning_module, state)
 
     def catch_up(self) -> None:
         """Bring counters and schedulers to the current version, before training begins."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
@@ -100,13 +101,15 @@ def train(
     """What is left of a training."""
     pl.seed_everything(7, verbose=False)
     module, strategy = make(), HybridStrategy(policy, **options)
+    made = [make() for make in callbacks]
     trainer = make_trainer(
         strategy,
         devices,
         num_nodes=n_hosts,
         max_epochs=epochs,
         gradient_clip_val=clips,
-        callbacks=[make() for make in callbacks],
+        callbacks=made,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in made),
     )
     trainer.fit(module, data(), data(), ckpt_path=ckpt, weights_only=False)
     if saves:
@@ -315,8 +318,11 @@ def kill_and_start(folder: Path, pids: Pids) -> None:
     pids.start(1)
 
 
+# Makes decisions of its own; each host has another directory.
+SAVES = partial(ModelCheckpoint, monitor="val", save_last=True)
 COMES_BACK: dict[str, dict[str, Any]] = {
     "hybrid": {"callbacks": (Slowly,)},
+    "hybrid, checkpoints": {"callbacks": (Slowly, SAVES)},
     "async": {"callbacks": (Slowly,), "policy": "async"},
     "hybrid, gradients are read": {"callbacks": (Slowly, ReadsGradients)},
     "ssp": {"callbacks": (Slowly,), "policy": {"name": "ssp", "lead": 1}},
@@ -400,28 +406,18 @@ def trained_by_hand(steps: list[int]) -> dict[str, torch.Tensor]:
 
 COMES_LATER: dict[str, dict[str, Any]] = {
     "continue": {"on_failure": "continue"},
+    "continue, checkpoints": {"on_failure": "continue", "callbacks": (Counted, SAVES)},
     "restart": {"on_failure": "restart"},
     "restart, host sums": {"on_failure": "restart", "host_sums": True},
 }
 
 
-@pytest.mark.parametrize("name", by_default(COMES_LATER, "continue"))
+@pytest.mark.parametrize("name", by_default(COMES_LATER, "continue, checkpoints"))
 def test_in_lock_step_a_late_host_shares_the_epochs_from_the_next_on(
     tmp_path: Path, name: str
 ) -> None:
-    given = COMES_LATER[name]
-    body = partial(
-        train,
-        2,
-        2,
-        "hybrid",
-        (Counted,),
-        epochs=30,
-        make=Plain,
-        keep_order=True,
-        min_hosts=1,
-        **given,
-    )
+    given = {"callbacks": (Counted,), "make": Plain, "keep_order": True} | COMES_LATER[name]
+    body = partial(train, 2, 2, epochs=30, min_hosts=1, **given)
     meanwhile = partial(start_when_training, tmp_path)
     hosts = run_hosts(tmp_path, body, meanwhile=meanwhile, late=1)
     assert [host.status for host in hosts] == [0, 0], [x.said[-3000:] for x in hosts]
