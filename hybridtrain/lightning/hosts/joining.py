@@ -11,7 +11,7 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import UserError
+from hybridtrain.errors import Lost, UserError
 from hybridtrain.lightning.hosts.agreement import about_this_host, differences
 from hybridtrain.lightning.hosts.cluster import (
     address_towards,
@@ -267,10 +267,10 @@ def results_of(over: Over) -> list[Any]:
 
     Raises:
         Interrupted: if a signal has ended the run.
-        RuntimeError: if it has failed, which host 0 shows in full.
+        Lost: if it has failed, which host 0 shows in full.
     """
     if over.signum:
         raise Interrupted(over.signum)
     if over.error:
-        raise RuntimeError(f"the run has ended on host 0: {over.error}")
+        raise Lost(f"the run has ended on host 0: {over.error}")
     return over.results
