@@ -132,7 +132,7 @@ def for_lightning(cfg: DictConfig) -> DictConfig:
 
 def _run(cfg: DictConfig, overrides: list[str]) -> CommandOutcome:
     """Check the configuration before torch and Lightning are imported, which takes seconds."""
-    if HydraConfig.get().sweeper._target_ == hydra_config.FAIR["_target_"]:
+    if HydraConfig.get().sweeper["_target_"] == hydra_config.FAIR["_target_"]:
         raise UserError(f"experiment={hydra_config.COMPARISON} is a sweep: add -m")
     check_config(cfg, overrides)
     cfg = for_lightning(cfg)

@@ -18,6 +18,7 @@ from tests.picking import by_default
 KEYS = {
     *("strategy", "workers", "device", "updates", "samples", "samples_per_s", "wall_s"),
     *("train_s", "started", "effective_batch", "waiting_share", "staleness", "lead", "dropped"),
+    *("cores", "cpu_s"),
     *(
         "left_out",
         "metrics",

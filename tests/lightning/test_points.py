@@ -95,7 +95,6 @@ def test_a_listener_that_is_not_listed_is_refused() -> None:
 # Attributes that are set outside of the folder, though some method of Lightning's has their name.
 OTHERS = {
     ("lightning/async_training/counting.py", "trainer"): "of our own count of rows",
-    ("lightning/async_training/counting.py", "version"): "of the client",
     ("lightning/checkpointing/checkpoint_writing.py", "checkpoint_io"): "Lightning's own setter",
     ("lightning/data/user_loaders.py", "batch_sampler"): "of a copy of the user's loader",
     ("lightning/failover/lost_samples.py", "fetched"): "a count of mini-batches",
@@ -110,7 +109,6 @@ OTHERS = {
     ("lightning/results/optimizers_at_home.py", "optimizer"): "of torch's schedulers",
     ("lightning/results/training_at_home.py", "trainer"): "the module's setter",
     ("lightning/step/step_rollback.py", "is_last_batch"): "a value of Lightning's progress",
-    ("lightning/step_profiler.py", "name"): "of our track",
 }
 
 

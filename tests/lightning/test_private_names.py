@@ -191,7 +191,8 @@ def test_the_installed_lightning_can_import_it(name: str) -> None:
 NOT_LIGHTNINGS = {
     ("lightning/fault_injection/in_worker.py", "_step"): "of our rounds",
     ("training/step/in_place.py", "_step"): "of our in-place step",
-    ("lightning/step_profiler.py", "_step"): "of updates that workers make",
+    ("worker/makers/last_worker.py", "_step"): "of that class",
+    ("worker/makers/one_by_one.py", "_step"): "of that class",
     ("lightning/preflight/machine_checks.py", "_fabric"): "a list of attributes that are no parts",
     ("lightning/preflight/machine_checks.py", "_modules"): "of torch",
     ("lightning/preflight/machine_checks.py", "_trainer"): "a list of attributes that are no parts",
