@@ -18,7 +18,7 @@ from hybridtrain.report.charts import (
     staleness_chart,
     style,
 )
-from hybridtrain.report.fair_page import fair_of
+from hybridtrain.report.fair_page import FAIR_FILE, OF_COMPARISON, fair_of
 from hybridtrain.report.history import HISTORY_FILE, KNOWN
 from hybridtrain.report.page import (
     Part,
@@ -62,7 +62,8 @@ def compare(folders: Sequence[Path], out: Path) -> list[Run]:
         UserError: if there are no runs, or ``out`` cannot be written.
     """
     runs = [read_run(folder) for folder in find_runs(folders)]
-    names = labels(runs)
+    fair = any((folder / FAIR_FILE).is_file() for folder in folders)
+    names = labels(runs, OF_COMPARISON if fair else ())
     write(out / RUNS, runs_sheet(runs, names), "out")
     write(out / CURVES, curves_sheet(runs, names), "out")
     write(out / PAGE, comparison(runs, names, folders, out), "out")

@@ -17,6 +17,7 @@ from hybridtrain.report.page import table as as_html
 from hybridtrain.report.runs import as_json, brief, read_mapping, sheet
 
 FAIR_FILE, TABLE, SHEET = "fair_comparison.json", "fair_comparison.md", "fair_comparison.csv"
+OF_COMPARISON = ("task.metric", "test", "target.value")  # options that it gives its jobs
 _POINTS = 60  # of a band
 _ACROSS = {"train_s": "training time in s", "samples": "samples trained on, all workers"}
 

@@ -11,7 +11,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -283,14 +283,15 @@ def common_overrides(runs: Sequence[Run]) -> list[str]:
     return [x for x in known[0] if all(x in each for each in known)] if known else []
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[Run], without: Collection[str] = ()) -> list[str]:
     """A short unique name for each run, made of the overrides that not all runs share.
 
     ``strategy=async trainer.devices=2`` becomes ``async devices=2``; in a sweep the number of the
-    job comes first.
+    job comes first. ``without``: keys that are left out.
     """
     common = set(common_overrides(runs))
-    named = [" ".join(_briefer(x) for x in run.overrides if x not in common) for run in runs]
+    each = [[x for x in run.overrides if x not in common] for run in runs]
+    named = [" ".join(_briefer(x) for x in own if _key(x) not in without) for own in each]
     folders = [run.folder.name for run in runs]
     if all(x.isdecimal() for x in folders) and len({*folders}) == len(folders):
         return [f"{x}: {name}" if name else x for x, name in zip(folders, named, strict=True)]
@@ -314,11 +315,17 @@ def rounded(value: str) -> str:
     return f"{float(value):.4g}" if long and not value.isdecimal() else value
 
 
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
 def _briefer(override: str) -> str:
     key, separator, value = brief(override).partition("=")
     if not separator:
         return key
-    return value if "." not in key else f"{key.rpartition('.')[2]}={value}"
+    return (
+        value if "." not in key and not value.isdecimal() else f"{key.rpartition('.')[2]}={value}"
+    )
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +16,15 @@ from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher
 from hybridtrain.cli.sweep.side_by_side import Job
+from hybridtrain.errors import Lost, UserError
+from hybridtrain.report.fair import Goal
 from hybridtrain.report.history import History
 from tests.cli.conftest import Command, summary
 from tests.picking import by_default
 
 optuna = pytest.importorskip("optuna", reason="searches need the extra `sweep`")
 
-from hybridtrain.cli.sweep.fair import candidates  # noqa: E402
+from hybridtrain.cli.sweep.fair import Entry, FairSweeper, candidates, words_of  # noqa: E402
 from hybridtrain.cli.sweep.search import space_of  # noqa: E402
 
 FAIR = ["-m", "experiment=fair_comparison", "task=digits", "hydra.sweep.dir=jobs"]
@@ -30,7 +33,12 @@ ONE_RATE = "optimizer.lr=choice(0.002)"
 Course = Callable[[str, float, int], list[float] | str]
 
 
-def as_trained(monkeypatch: pytest.MonkeyPatch, course: Course, at_most: int = 99) -> list[Job]:
+def as_trained(
+    monkeypatch: pytest.MonkeyPatch,
+    course: Course,
+    at_most: int = 99,
+    rate_of: str = "optimizer.lr",
+) -> list[Job]:
     """Let jobs leave the history of ``course(strategy, learning rate, seed)`` without a process.
 
     A text is the error of a job that fails. The sweep is broken off after ``at_most`` jobs.
@@ -46,7 +54,7 @@ def as_trained(monkeypatch: pytest.MonkeyPatch, course: Course, at_most: int = 9
 
     def leave(job: Job) -> CommandOutcome:
         cfg: Any = job.config
-        rate = float(cfg.optimizer.lr)
+        rate = float(OmegaConf.select(cfg, rate_of))
         values = course(strategy_of(job), rate, int(cfg.seed))
         if isinstance(values, str):
             return CommandOutcome(1, error=values)
@@ -99,6 +107,11 @@ def test_an_interval_is_tried_evenly_on_its_scale_from_end_to_end() -> None:
     assert tried("interval(0, 1)", 5) == ["0", "0.25", "0.5", "0.75", "1"]
     assert tried("range(1, 100)", 3) == ["1", "51", "100"]
     assert tried("range(1, 3)", 7) == ["1", "2", "3"] and tried("x,y", 7) == ["x", "y"]
+    assert tried("range(1000, 1004)", 7) == ["1000", "1001", "1002", "1003", "1004"]
+    assert tried("int(interval(1000, 2000))", 3) == ["1000", "1500", "2000"]
+    assert tried("interval(0.9999, 1.0001)", 3) == ["0.9999", "1", "1.0001"]
+    assert tried("interval(1000.2, 1003.4)", 2) == ["1000.2", "1003.4"]
+    assert tried("interval(1, 1)", 3) == ["1"]
 
 
 def test_several_keys_are_tried_by_sobols_sequence_the_same_for_a_seed() -> None:
@@ -108,6 +121,12 @@ def test_several_keys_are_tried_by_sobols_sequence_the_same_for_a_seed() -> None
     assert len(points) == 8 and {int(4 * float(x["b"])) for x in points} == {0, 1, 2, 3}
     grid, _ = space_of(["a=1,2", "b=x,y"])
     assert len(candidates(grid, 4, 0)) == 4 and len(candidates(grid, 3, 0)) == 3
+
+
+def test_an_entry_is_split_at_blanks_outside_of_brackets_and_quotes() -> None:
+    text = "async  a=tag(log, interval(0.01, 0.1)) b=[1, {c: 2}] d='x y' 'e=f g'"
+    split = ["async", "a=tag(log, interval(0.01, 0.1))", "b=[1, {c: 2}]", "d='x y'", "e=f g"]
+    assert words_of(text) == split and words_of(" ") == []
 
 
 # ---- whole comparisons ---------------------------------------------------------------------------
@@ -133,6 +152,8 @@ def test_the_best_of_each_search_is_trained_with_new_seeds_in_turn(
     assert rows[1]["train_s_times"]["median"] == 1.5 and rows[1]["train_s_differ"] is None
     assert "async takes 1.5 times as long as hybrid, perhaps by chance" in result.out
     assert "| hybrid   | lr=0.002 | 2 of 2" in result.out
+    assert all("tested" not in x for x in content()["search"])
+    assert [x["tested"] for x in content()["runs"]] == [0.95] * 4
     repeated = command(*rows[0]["command"].split()[3:], "seed=1", "--cfg", "job")
     assert repeated.code == 0 and "stopping_threshold" in repeated.out
 
@@ -153,6 +174,39 @@ def test_a_strategys_own_options_and_own_search(
     assert ours[0].trainer.max_time == {"seconds": 60}
     assert "val/acc ≥ 0.9 within the budget: no run did; the best median is 0.5" in result.out
     assert "optimizer.lr=0.1 is the best, at an end of what was tried" in result.out
+
+
+OWN = ["model._target_=tests.cli.tiny.TinyModule", "data._target_=tests.cli.tiny.TinyData"]
+
+
+def test_a_strategys_own_range_replaces_the_common_one_of_the_same_key(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fair = [x if x != "task=digits" else "task=own" for x in FAIR]
+    common = [*OWN, "model.lr=tag(log, interval(0.001, 0.1))", "task.monitor=val/acc"]
+    own = 'compare=[hybrid,"async model.lr=tag(log, interval(0.2, 0.8))"]'
+    jobs = as_trained(monkeypatch, well, rate_of="model.lr")
+    options = ["budget=3", "seeds=1", "target.value=0.9", "task.mode=max", "logger=none"]
+    result = command(*fair, *common, own, *options)
+    assert result.code == 0, result.err
+    tried = [(strategy_of(x), x.config.model.lr) for x in jobs[:6]]
+    assert sorted({*tried}) == [
+        *(("async", x) for x in (0.2, 0.4, 0.8)),
+        *(("hybrid", x) for x in (0.001, 0.01, 0.1)),
+    ]
+    assert all(len(x["values"]) == 1 for x in content()["search"])
+
+
+def test_another_key_is_searched_together_with_the_learning_rate(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = as_trained(monkeypatch, well)
+    given = ["compare=[hybrid,async]", "budget=4", "seeds=1", "target.value=0.9"]
+    assert command(*FAIR, *given, "data.batch_size=8,16").code == 0
+    ours = [x.config for x in jobs[:8] if strategy_of(x) == "hybrid"]
+    assert {x.data.batch_size for x in ours} == {8, 16}
+    assert len({x.optimizer.lr for x in ours}) == 4
+    assert all(0.00025 <= x.optimizer.lr <= 0.016 for x in ours)
 
 
 def test_a_target_that_is_not_given_is_one_that_every_search_reaches(
@@ -220,6 +274,44 @@ def test_a_comparison_that_was_broken_off_goes_on_as_it_would_have(
     assert rows == [("hybrid", rate, 2), ("async", rate, 3)]
 
 
+RATE = {"optimizer.lr": "0.1"}
+DAMAGED: dict[str, Any] = {
+    "chosen.json.target is missing": {},
+    "chosen.json.chosen is missing": {"target": 0.9},
+    "chosen.json.chosen.async is missing": {"target": 0.9, "chosen": {"hybrid": RATE}},
+    "chosen.json.target is None": {"target": None, "chosen": {}},
+    "chosen.json.target is 'high'": {"target": "high", "chosen": {}},
+    "chosen.json.chosen is of type list": {"target": 0.9, "chosen": []},
+    "chosen.json.chosen.hybrid": {"target": 0.9, "chosen": {"hybrid": [], "async": RATE}},
+    "hybrid has values that its search has not tried": {
+        "target": 0.9,
+        "chosen": {"hybrid": {"optimizer.lr": "7"}, "async": RATE},
+    },
+}
+
+
+def test_a_damaged_choice_is_one_line_and_one_of_nothing_ends_as_without() -> None:
+    sweeper, path = FairSweeper(), Path("chosen.json")
+    sweeper.entries = {x: Entry(x, [], [RATE]) for x in ("hybrid", "async")}
+    sweeper.directory, sweeper.sweep_config = Path(), OmegaConf.create({"resume": "jobs"})
+    sweeper.goal = Goal("val/acc", "max")
+    for said, content in DAMAGED.items():
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=re.escape(said)):
+            sweeper._choice([])
+    path.write_text("[")
+    with pytest.raises(UserError, match=r"target is missing.*remove chosen\.json"):
+        sweeper._choice([])
+    path.write_text(json.dumps({"target": 0.9, "chosen": {"hybrid": RATE, "async": None}}))
+    assert sweeper._choice([]) == (
+        Goal("val/acc", "max", 0.9),
+        {"hybrid": RATE, "async": None},
+    )
+    path.write_text(json.dumps({"target": 0.9, "chosen": dict.fromkeys(sweeper.entries)}))
+    with pytest.raises(Lost, match="no job of the searches has logged val/acc"):
+        sweeper._choice([])
+
+
 @pytest.mark.slow
 def test_digits_in_processes_side_by_side(command: Command) -> None:
     options = ["compare=hybrid,async", "budget.trials=2", "budget.epochs=3", "seeds=2"]
@@ -243,9 +335,23 @@ BAD = {
     "compare=5": "compare=5 was given; it must be a list",
     'compare=[hybrid,"backup strategy.policy.q=3"]': "there is no key 'q' in strategy.policy",
     "compare=[hybrid,'']": "there is no strategy",
-    "seeds=0": "seeds=0 was given; it must be a whole number from 1 on",
+    "seeds=0": "seeds=0 was given; it must be a whole number from 1 to 1000",
     "seeds=1,2": "seeds=1,2: a comparison has one seeds",
-    "budget=0": "budget.trials=0 was given; it must be a whole number from 1 on",
+    "budget=0": "budget.trials=0 was given; it must be a whole number from 1 to 1000",
+    "budget=100000000": "budget.trials=100000000 was given; it must be a whole number from 1 to",
+    "budget=1,2": "budget=1,2: a comparison has one budget",
+    "budget.epochs=1,2": "budget.epochs=1,2: a comparison has one budget.epochs",
+    "trainer.devices=1,2": "trainer.devices=1,2: a comparison has one trainer.devices",
+    "target.slower=1,2": "target.slower=1,2: a comparison has one target.slower",
+    "task.mode=min,max": "task.mode=min,max: a comparison has one task.mode",
+    "seed=4294967291": "seed=4294967291 was given; it must be a whole number from 0 to 4294967290",
+    "target.value=inf": "target.value=inf was given; it must be a number that is finite, or null",
+    "target.value=nan": "target.value=nan was given; it must be a number that is finite, or null",
+    "target.slower=0": "target.slower=0 was given; it must be a number from 1 on",
+    "target.slower=nan": "target.slower=nan was given; it must be a number from 1 on",
+    "target=null": "target=null was given; it must be {value: ",
+    'compare=[hybrid,"backup strategy.policy.k=\'3"]': "a quote is not closed",
+    'compare=[hybrid,"async optimizer.lr=choice(1"]': "a bracket is not closed",
     "budget=some": "budget=some was given; it must be {trials: ",
     "budget.epochs=0": "budget.epochs=0 was given; it must be a whole number from 1 on, or null",
     "target.value=good": "target.value=good was given; it must be a number",
@@ -256,12 +362,39 @@ BAD = {
 }
 
 
+OF_ALL = [
+    *("strategy=async", "seed=3", "target.slower=2", "task=speech", "task.mode=min", "test=false"),
+    *("trainer.devices=2", "trainer.max_epochs=3", "trainer.max_time=null", "resume=auto"),
+    *("hydra.launcher.at_once=2", "hydra/launcher=basic", "budget.trials=3", "experiment=null"),
+    *("++trainer.max_steps=3", "~callbacks.straggler"),
+]
+
+
+@pytest.mark.parametrize("option", OF_ALL)
+def test_what_is_one_for_all_is_refused_behind_a_name(option: str) -> None:
+    with pytest.raises(UserError) as refused:
+        FairSweeper()._entry(f"hybrid {option}", ["task=digits"])
+    said = str(refused.value)
+    assert said.startswith(f"compare, hybrid {option}: {option} cannot be a strategy's own;")
+    assert "options of strategy, optimizer, model" in said
+
+
 @pytest.mark.parametrize("option", BAD)
 def test_bad_input_is_one_line_before_a_job_starts(command: Command, option: str) -> None:
     result = command(*FAIR, option)
     assert result.code == 2 and len(result.err.splitlines()) == 1
     assert BAD[option] in result.err
     assert not Path("jobs/0").exists() and not Path("jobs/sweep.json").exists()
+
+
+def test_parts_that_contradict_each_other_are_found_before_a_job_starts(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = as_trained(monkeypatch, well)
+    own = 'compare=[async,"hybrid strategy.update=median"]'
+    result = command(*FAIR, own, "trainer.devices=2")
+    assert result.code == 2 and not jobs
+    assert "merges at least 3; use policy=hybrid with at least 3 workers" in result.complaint
 
 
 def test_what_belongs_together_is_said(command: Command) -> None:

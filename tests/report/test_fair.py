@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hybridtrain.report.comparison import RUNS, compare
 from hybridtrain.report.fair import (
     Goal,
     Training,
@@ -22,6 +23,7 @@ from hybridtrain.report.fair import (
 )
 from hybridtrain.report.fair_page import FAIR_FILE, SHEET, TABLE, columns_of, fair_of, leave
 from tests.report.test_comparison import course
+from tests.report.test_comparison import leave as run_of
 
 pytest.importorskip("scipy", reason="intervals need the extra `sweep`")
 
@@ -194,6 +196,20 @@ def test_table_and_sheet_have_medians_intervals_and_what_was_not_reached(tmp_pat
     rows = list(csv.DictReader((tmp_path / SHEET).read_text("utf-8-sig").splitlines()))
     assert (rows[1]["train_s_median"], rows[1]["train_s_high"]) == ("5", "")
     assert rows[1]["train_s_times_median"] == "3" and rows[0]["train_s_times_median"] == ""
+
+
+def test_runs_are_named_without_the_comparisons_own_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridtrain.report.comparison.can_draw", lambda: False)
+    (tmp_path / FAIR_FILE).write_text("{}")
+    its = [["task.metric='val/acc'", "test=false", "target.value=null"], ["target.value=0.9"]]
+    for i, own in enumerate(its):
+        options = [*own, f"++model.lr=0.0{i + 1}", f"seed={i}"]
+        course(run_of(tmp_path / str(i), "strategy=hybrid", *options), 0.5)
+    compare([tmp_path], tmp_path)
+    rows = list(csv.DictReader((tmp_path / RUNS).read_text("utf-8-sig").splitlines()))
+    assert [x["run"] for x in rows] == ["0: lr=0.01 seed=0", "1: lr=0.02 seed=1"]
 
 
 def test_the_page_has_the_table_and_bands_and_survives_a_damaged_file(tmp_path: Path) -> None:

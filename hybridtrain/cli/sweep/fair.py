@@ -9,12 +9,16 @@ new seeds, in turn: hybrid, async, hybrid, async. The jobs are runs of ``experim
 
 from __future__ import annotations
 
+import math
+import os
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import numpy as np
 from hydra.plugins.sweeper import Sweeper
@@ -33,24 +37,42 @@ from hybridtrain.report.fair import Goal, Training
 from hybridtrain.report.page import write
 from hybridtrain.report.runs import as_json, read_mapping
 from hybridtrain.util.files import short
-from hybridtrain.util.option_types import Positive, check, is_number
+from hybridtrain.util.option_types import Positive, Range, Rule, check, is_number, misfit
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 CHOICE_FILE = "chosen.json"
 AROUND = 8  # the task's learning rate is divided and multiplied by this
+MOST = 1000  # trainings of a search, and of the best that it has found
+_LAST_SEED = 2**32 - 1
 _OURS = ("compare", "seeds", "seed", "budget", "experiment", "resume", "target.value")
-_ONE = ("seeds", "seed", "target.value", "task", "experiment")
+# The comparison's own: with one value, for all strategies.
+_ONE = (
+    *("seeds", "seed", "budget", "experiment", "resume", "target", "task", "test", "test_only"),
+    *("ckpt", "hydra", "trainer.devices", "trainer.num_nodes", "trainer.max_epochs"),
+    *("trainer.max_steps", "trainer.max_time", "callbacks.stop", "callbacks.straggler"),
+)
+_RATES = ("lr", "learning_rate", "optimizer")  # last part of a key
+
+Finite = Annotated[float, Rule("that is finite", math.isfinite)]
+Number = Annotated[int, Range(1, MOST)]
 
 
 class Budget(TypedDict):
     """``trials``: of each strategy's search; the others: where a training ends at the latest."""
 
-    trials: Positive
+    trials: Number
     epochs: Positive | None
     updates: Positive | None
     seconds: Positive | None
+
+
+class Target(TypedDict):
+    """Of the metric; ``slower``: how many times as long the last worker takes."""
+
+    value: Finite | None
+    slower: Annotated[float, Range(1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +129,9 @@ class FairSweeper(Sweeper):
         given = {x.key_or_group: x for x in hydra_config.parse(arguments)}
         if "strategy" in given:
             raise UserError(f"{given['strategy'].input_line} was given; name it in 'compare=[…]'")
-        if several := [x for x in _ONE if x in given and given[x].is_sweep_override()]:
-            raise UserError(f"{given[several[0]].input_line}: a comparison has one {several[0]}")
+        for key, x in given.items():
+            if x.is_sweep_override() and _is_one(key):
+                raise UserError(f"{x.input_line}: a comparison has one {key}")
         names = _plain(cfg.compare)
         if "compare" in given and given["compare"].is_sweep_override():
             names = list(given["compare"].sweep_string_iterator())
@@ -120,8 +143,10 @@ class FairSweeper(Sweeper):
             )
         self.budget = _plain(cfg.budget)
         check("budget", self.budget, Budget, plain=True)
-        check("seeds", cfg.seeds, Positive, plain=True)
-        check("target.value", cfg.target.value, float | None, plain=True)
+        check("seeds", cfg.seeds, Number, plain=True)
+        most = _LAST_SEED - cfg.seeds  # the seeds of the best are the next ones
+        check("seed", cfg.seed, Annotated[int, Range(0, most)] | None, plain=True)
+        check("target", _plain(cfg.target), Target, plain=True)
         if cfg.task.monitor is None:
             raise UserError(
                 "task.monitor=null: a target is a value of a metric; name one that the module logs "
@@ -143,12 +168,17 @@ class FairSweeper(Sweeper):
 
     def _entry(self, text: str, common: Sequence[str]) -> Entry:
         """Read an entry of ``compare``, and compose a job of it. Raises UserError."""
-        name, *more = shlex.split(text) or [""]
-        given = [*common, f"strategy={name}", *more]
         try:
+            name, *more = words_of(text) or [""]
+            if shared := [x for x in more if _key(x) == "strategy" or _is_one(_key(x))]:
+                raise UserError(
+                    f"{shared[0]} cannot be a strategy's own; behind its name are options of "
+                    "strategy, optimizer, model, and what is not one for the whole comparison"
+                )
+            given = hydra_config.complete_overrides([*common, f"strategy={name}", *more])
+            given = list({_key(x): x for x in given}.values())  # the strategy's own are the last
             explain.check_groups(given)
-            if not any(x.is_sweep_override() for x in hydra_config.parse(given)):
-                given.append(self._around(given))
+            given += self._around(given)
             space, fixed = space_of(given)
             points = candidates(space, self.budget["trials"], self.seed)
             checked_job(self.launcher, [*fixed, *_overrides(points[0])], given)
@@ -156,16 +186,22 @@ class FairSweeper(Sweeper):
             raise UserError(f"compare, {text}: {error}") from error
         return Entry(text, fixed, points)
 
-    def _around(self, given: list[str]) -> str:
-        """The range to search, around the task's learning rate."""
-        cfg = checked_job(self.launcher, given, given).config
+    def _around(self, given: list[str]) -> list[str]:
+        """The range to search, around the task's learning rate; none if a rate is searched."""
+        swept = [str(x.input_line) for x in hydra_config.parse(given) if x.is_sweep_override()]
+        if any(_key(x).rpartition(".")[2] in _RATES for x in swept):
+            return []
+        fixed = [x for x in given if x not in swept]
+        cfg = checked_job(self.launcher, fixed, given).config
         lr = cfg.optimizer.get("lr")
         if "${optimizer}" not in OmegaConf.to_yaml(cfg.model) or not is_number(lr) or lr <= 0:
+            if swept:
+                return []
             raise UserError(
                 "there is no optimizer.lr to search around; name the learning rate's key and its "
                 "range, for example 'model.lr=tag(log, interval(1e-4, 1e-1))'"
             )
-        return f"optimizer.lr=tag(log, interval({lr / AROUND:.3g}, {lr * AROUND:.3g}))"
+        return [f"optimizer.lr=tag(log, interval({lr / AROUND:.3g}, {lr * AROUND:.3g}))"]
 
     # ---- jobs ----------------------------------------------------------------------------------
 
@@ -215,19 +251,37 @@ class FairSweeper(Sweeper):
     def _choice(self, search: list[Training]) -> tuple[Goal, dict[str, dict[str, str] | None]]:
         """The target, and the best values of each strategy: chosen once, also where jobs repeat."""
         path = self.directory / CHOICE_FILE
-        known = read_mapping(path, []) if self.sweep_config.get("resume") is not None else {}
-        if not known:
+        goes_on = self.sweep_config.get("resume") is not None
+        known = self._chosen_before(path) if goes_on and os.path.lexists(path) else None
+        if known is None:
             goal = self.goal
             if goal.target is None:
                 goal = replace(goal, target=fair.reachable(search, self.directory, goal))
             jobs = fair.of_strategy([x.measured(self.directory, goal) for x in search])
             best = {name: min(each, key=lambda x: x.rank(goal)) for name, each in jobs.items()}
             chosen = {name: x.values if x.best is not None else None for name, x in best.items()}
-            if not any(chosen.values()):
-                raise Lost(f"no job of the searches has logged {goal.metric}")
             known = {"target": goal.target, "chosen": chosen}
-            write(path, as_json(known), "hydra.sweep.dir")
+            if any(chosen.values()):
+                write(path, as_json(known), "hydra.sweep.dir")
+        if not any(known["chosen"].values()):
+            raise Lost(f"no job of the searches has logged {self.goal.metric}")
         return replace(self.goal, target=known["target"]), known["chosen"]
+
+    def _chosen_before(self, path: Path) -> dict[str, Any]:
+        """What the searches have chosen before a kill. Raises UserError if it is damaged."""
+        content = read_mapping(path, [])
+        each = {name: ({"*": str}, NoneType) for name in self.entries}
+        fault = misfit(content, {"target": Finite, "chosen": each}, CHOICE_FILE)
+        if fault is None:
+            for name, entry in self.entries.items():
+                if content["chosen"][name] not in (None, *entry.points):
+                    fault = f"{CHOICE_FILE}: {name} has values that its search has not tried"
+        if fault is not None:
+            raise UserError(
+                f"resume={short(self.directory)}: {fault}; remove {short(path)}, and the searches "
+                "choose again"
+            )
+        return content
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -250,7 +304,7 @@ class FairSweeper(Sweeper):
             "said": [*fair.conclusions(rows, goal), *self._remarks(chosen, search, runs)],
             "strategies": rows,
             "runs": [asdict(x) for x in runs],
-            "search": [asdict(x) for x in search],
+            "search": [{k: v for k, v in asdict(x).items() if k != "tested"} for x in search],
         }
 
     def _protocol(self, goal: Goal, search: list[Training]) -> str:
@@ -298,7 +352,7 @@ def candidates(space: Mapping[str, BaseDistribution], n: int, seed: int) -> list
         values = along(each.low, each.high, n) if n > 1 else along(each.low, each.high, 3)[1:2]
         low, step = each.low, each.step
         snapped = [x if step is None else low + round((x - low) / step) * step for x in values]
-        every = [dict.fromkeys(space, x) for x in dict.fromkeys(snapped)]
+        every = [dict.fromkeys(space, x) for x in snapped]
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -307,7 +361,40 @@ def candidates(space: Mapping[str, BaseDistribution], n: int, seed: int) -> list
         for _ in range(n):
             study.tell(study.ask(dict(space)), 0.0)
         every = [x.params for x in study.get_trials()]
-    return [{k: x if isinstance(x, str) else f"{x:.3g}" for k, x in p.items()} for p in every]
+    texts = {key: _texts([p[key] for p in every]) for key in space}
+    points = [dict(zip(texts, each, strict=True)) for each in zip(*texts.values(), strict=True)]
+    return [p for i, p in enumerate(points) if p not in points[:i]]
+
+
+def _texts(values: Sequence[Any]) -> list[str]:
+    """Whole numbers whole; others with three digits, or as many as keep neighbours well apart."""
+    if not all(isinstance(x, float) for x in values):
+        return [str(x) for x in values]
+    apart = sorted({*values})
+    gaps = [math.inf, *(b - a for a, b in pairwise(apart)), math.inf]
+    near = {x: min(gaps[i : i + 2]) for i, x in enumerate(apart)}
+    for digits in range(3, 18):
+        texts = [f"{x:.{digits}g}" for x in values]
+        if all(abs(float(t) - x) <= near[x] / 20 for t, x in zip(texts, values, strict=True)):
+            break
+    return texts
+
+
+def words_of(text: str) -> list[str]:
+    """Split at blanks, but for those in brackets and quotes. Raises UserError if one is open."""
+    words, depth, quote = [""], 0, ""
+    for x in text:
+        if quote or x in "\"'":
+            quote = "" if x == quote else quote or x
+        else:
+            depth += (x in "([{") - (x in ")]}")
+        if x.isspace() and not quote and depth <= 0:
+            words.append("")
+        else:
+            words[-1] += x
+    if quote or depth:
+        raise UserError(f"{'a quote' if quote else 'a bracket'} is not closed, or not opened")
+    return [x[1:-1] if x[0] in "\"'" and x[0] == x[-1] else x for x in words if x]
 
 
 def _overrides(values: Mapping[str, str]) -> list[str]:
@@ -320,6 +407,11 @@ def _target(goal: Goal) -> str:
 
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
+
+
+def _is_one(key: str) -> bool:
+    """Whether the key is the comparison's own."""
+    return any(key == x or key.startswith((f"{x}.", f"{x}/")) for x in _ONE)
 
 
 def _plain(value: Any) -> Any:

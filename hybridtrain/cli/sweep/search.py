@@ -33,6 +33,7 @@ from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher, check_job
 from hybridtrain.cli.sweep.side_by_side import Job
 from hybridtrain.cli.validation.host_checks import check_directory
+from hybridtrain.cli.validation.target_checks import check_scheme
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report import charts
 from hybridtrain.report.runs import as_json, brief
@@ -190,6 +191,7 @@ def checked_job(launcher: ProcessLauncher, overrides: list[str], given: Sequence
     try:
         job = launcher.job(overrides, 0, None)
         check_job(job)
+        check_scheme(job.config)
     except UserError:
         raise
     except Exception as error:  # Hydra's

@@ -11,16 +11,20 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from hybridtrain.cli.explain import one_line
+from hybridtrain.cli.explain import STRATEGY, one_line
 from hybridtrain.errors import UserError
+from hybridtrain.lightning_package import decide_by_configuration
+from hybridtrain.options.strategy_arguments import check_sizes
 from hybridtrain.util.option_types import check_arguments, hint, shown
 
 _HYDRAS_OWN = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
@@ -142,3 +146,32 @@ def made(key: str, node: DictConfig, kind: type, **parts: Any) -> Any:
     if not isinstance(thing, kind):
         raise UserError(f"{key}._target_={name} is no {kind.__name__}")
     return thing
+
+
+def check_scheme(cfg: DictConfig) -> None:
+    """See that the strategy's parts go with each other and with the number of workers.
+
+    It makes the strategy and its server as a run does; model and data are not looked at. Nothing is
+    checked where another strategy is chosen, or only the job will know the number of devices.
+    """
+    devices = cfg.trainer.devices
+    if cfg.strategy.get("_target_") != STRATEGY or devices == "auto":
+        return
+    decide_by_configuration(cfg)
+    import torch
+
+    from hybridtrain.lightning.strategy import HybridStrategy
+    from hybridtrain.server.server import Server
+    from hybridtrain.training.scheme import check_parts, make_server
+
+    whole = deepcopy(cfg)
+    OmegaConf.update(whole, "strategy.record", None, force_add=True)  # a path that the job knows
+    n_devices = devices if isinstance(devices, int) else len(devices)
+    places = [torch.device("cpu")] * n_devices
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheme = made("strategy", whole.strategy, HybridStrategy, parallel_devices=places)
+        scheme.begin_run()
+        check_sizes(scheme.data_options["batch_size_per_worker"], scheme.world_size)
+        check_parts(scheme)
+        make_server(scheme, 1, Server)
