@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -24,9 +25,25 @@ from hybridtrain.policies import make_policy
 from hybridtrain.recording.observed import MOST_EVENTS, Observed, observe
 from hybridtrain.recording.record_file import DROPPED, Record
 from hybridtrain.recording.record_reader import find_record, read_record
-from hybridtrain.report.runs import Run, read_run
-from hybridtrain.util.option_types import hint
+from hybridtrain.report.history import HISTORY_FILE
+from hybridtrain.report.runs import SUMMARY_FILE, Run, read_run
+from hybridtrain.util.option_types import EACH, Count, Range, hint, misfit
 
+_Seconds = Annotated[float, Range(0, 1e9)]
+_Amount = Annotated[float, Range(0, 2**62)]
+_SUMMARY = {  # a figure that the run does not know is null
+    "samples?": Count | None,
+    "effective_batch?": _Amount | None,
+    "staleness?": {"mean?": _Amount | None},
+    "cores?": Annotated[int, Range(0, 2**16)] | None,
+    "cpu_s?": _Amount | None,
+    "strategy?": str | None,
+}
+_SEEN = {  # the record
+    "times": {EACH: [_Seconds]},
+    "update_s": _Seconds,
+    "batch_size": Annotated[int, Range(1, 10**9)],
+}
 LEAST = 30  # mini-batches of each worker
 SLOW = 1.5  # times the median of the others
 FULL = 0.9  # share of the cores from which on workers have waited for one
@@ -137,6 +154,7 @@ def evidence(folder: Path) -> Evidence:
             f"plan needs {LEAST} of each worker: train longer (trainer.max_epochs)"
         )
     record, run = read_record(find_record(folder), MOST_EVENTS), read_run(folder)
+    _check_figures(folder, seen, run)
     about = record.header["about"].get("config", {})
     strategy = dict(seen.strategy)
     gathers, staleness = _lag(run, strategy, seen)
@@ -160,6 +178,16 @@ def evidence(folder: Path) -> Evidence:
         samples_per_s=speed_of(record),
         run=run,
     )
+
+
+def _check_figures(folder: Path, seen: Observed, run: Run) -> None:
+    """Raises ``UserError`` for figures that no run can have."""
+    wrong = misfit(run.summary, _SUMMARY, SUMMARY_FILE) or misfit(vars(seen), _SEEN, "record")
+    idle = [worker for worker, own in seen.times.items() if not median(own[1:]) > 0]
+    if wrong is None and idle:
+        wrong = f"record: usual mini-batches of worker {idle[0]} took no time"
+    if wrong is not None:
+        raise UserError(f"run={folder}: {wrong}; correct the file, or give another run")
 
 
 def _model(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +271,7 @@ def check_alike(runs: Sequence[Evidence]) -> None:
 
 
 def check_target(runs: Sequence[Evidence], target: Target) -> None:
-    """Raises ``UserError`` unless a run has logged the metric."""
+    """Raises ``UserError`` unless a run has logged the metric, and no run's samples go back."""
     curves = [each.run.curve for each in runs]
     known = sorted({m for x in curves for m in x.metrics if x.points("samples", m)[1]})
     if target.metric not in known:
@@ -251,6 +279,14 @@ def check_target(runs: Sequence[Evidence], target: Target) -> None:
             f"target={target} was given, but no run has logged {target.metric}"
             f"{hint(target.metric, known)}; logged were {', '.join(known) or 'no metrics'}"
         )
+    for each in runs:
+        samples = [0.0, *each.run.curve.points("samples", target.metric)[0]]
+        for before, after in pairwise(samples):
+            if after < before or after > 2**62:
+                raise UserError(
+                    f"run={each.folder}: {HISTORY_FILE} has {after:g} samples after {before:g}; "
+                    "correct the file, or give another run"
+                )
 
 
 def nearest(runs: Sequence[Evidence], workers: int, strategy: str) -> Evidence:

@@ -35,10 +35,11 @@ What to write:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -59,11 +60,17 @@ from hybridtrain.report.runs import as_json
 from hybridtrain.simulate import simulate_options as simulated
 from hybridtrain.training.scheme import usable_cores
 from hybridtrain.util.arguments import command, options, value_of
-from hybridtrain.util.option_types import Natural, Positive, check
+from hybridtrain.util.option_types import Natural, Positive, Range, check, is_number
 from hybridtrain.worlds.virtual.network import Network
 
 NETWORK = ("network.latency_s", *simulated.BANDWIDTHS)
-OF_HOSTS = {**{name: simulated.OPTIONS[name] for name in (*NETWORK, "slower")}, "cores": Positive}
+_Bandwidth = Annotated[float, Range(1, infinite=True)]
+OF_HOSTS: dict[str, Any] = {
+    "network.latency_s": Annotated[float, Range(0, 3600)],
+    **dict.fromkeys(simulated.BANDWIDTHS, _Bandwidth),
+    "slower": Annotated[float, Range(0, 1000, open="(")],
+    "cores": Positive,
+}
 TEXTS = ("run", "hosts", "strategy", "target", "json", "html")
 OPTIONS: dict[str, Any] = {
     **dict.fromkeys(TEXTS, str),
@@ -73,6 +80,8 @@ OPTIONS: dict[str, Any] = {
 }
 STRATEGIES = "hybrid,backup,k_async,k_batch_async,ssp,async,local_sgd"
 TOP = 20
+WIDE = 10_000  # characters of a line
+MOST = 1e300  # of a target
 FAR_OFF = 0.15  # error of a run's own speed, from which on the plan says so
 
 Given = Mapping[str, Any]
@@ -86,10 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str]) -> None:
     """Rank, print, and write the files."""
     given, plan = parse(arguments)
-    console = Console(quiet=given.get("quiet", False))
+    width = None if sys.stdout.isatty() else WIDE  # nothing folds what is piped
+    console = Console(quiet=given.get("quiet", False), width=width)
     with console.status("") as status:
         rows, missing = plan.rows(status.update)
-    told = [*told_of(plan), *missing]
+    told = [*told_of(plan, rows), *missing]
     shown = rows[: given.get("top", TOP)]
     console.print(table(shown))
     for mark, text in notes(shown).items():
@@ -114,7 +124,7 @@ def parse(arguments: Sequence[str]) -> tuple[Given, Plan]:
     Raises:
         UserError: naming the option, its valid values, and the closest one; or what a run lacks.
     """
-    said = options(arguments, list(OPTIONS))
+    said = _once(arguments, options(arguments, list(OPTIONS)))
     given = {name: _read(name, text, OPTIONS[name]) for name, text in said.items()}
     if "run" not in given:
         raise UserError("no run was given; say run=DIR, the directory of a run")
@@ -131,6 +141,15 @@ def parse(arguments: Sequence[str]) -> tuple[Given, Plan]:
     return given, Plan(runs, strategies, layouts, target, usable_cores())
 
 
+def _once(arguments: Sequence[str], said: dict[str, str]) -> dict[str, str]:
+    """The options; raises UserError if one was given twice, which leaves open which counts."""
+    if len(said) < len(arguments):
+        names = [argument.partition("=")[0] for argument in arguments]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{twice} was given twice; say it once")
+    return said
+
+
 def _read(name: str, text: str, kind: Any) -> Any:
     value = text if kind is str else value_of(text)
     check(name, value, kind, plain=True)
@@ -141,10 +160,10 @@ def target_of(text: str) -> Target:
     """``val/wer:0.1``."""
     metric, separator, value = text.rpartition(":")
     number = value_of(value)
-    if not metric or not separator or not isinstance(number, int | float):
+    if not metric or not separator or not (is_number(number) and abs(number) < MOST):
         raise UserError(
             f"target={text} was given; say target=METRIC:X, a logged metric and the value that is "
-            "to be reached: target=val/wer:0.1"
+            "to be reached, a finite number: target=val/wer:0.1"
         )
     return Target(metric, float(number))
 
@@ -157,7 +176,7 @@ def layout(text: str, given: Given) -> Layout:
     """
     size, *rest = text.split(":")
     hosts, each = simulated.size(size)
-    said = options(rest, list(OF_HOSTS), families=("slower",))
+    said = _once(rest, options(rest, list(OF_HOSTS), families=("slower",)))
     own: dict[str, Any] = {name: given[name] for name in (*NETWORK, "cores") if name in given}
     slower: dict[int, float] = {}
     for name, value in said.items():
@@ -172,6 +191,8 @@ def layout(text: str, given: Given) -> Layout:
                 f"hosts={text}: worker {worker} was named, but {hosts * each} workers have the "
                 f"numbers 0 to {hosts * each - 1}"
             )
+        if worker in slower:
+            raise UserError(f"hosts={text}: slower.{worker} was given twice; say it once")
         slower[worker] = number
     bandwidth = own.get("network.bandwidth", math.inf)
     server = own.get("network.server_bandwidth", bandwidth)
@@ -182,16 +203,22 @@ def layout(text: str, given: Given) -> Layout:
 # ---- what is shown ------------------------------------------------------------------------------
 
 
-def told_of(plan: Plan) -> list[str]:
+def told_of(plan: Plan, rows: Sequence[PlanRow]) -> list[str]:
     """How well the runs' own speeds are known, and what is known of the target."""
     found = []
     for folder, (simulated_s, measured_s) in plan.checked.items():
         off = simulated_s / measured_s - 1
         far = "; something else costs much time, so rows are that uncertain"
         found.append(
-            f"{folder}: {charts.number(measured_s)} samples/s measured, "
+            f"{folder}: {charts.number(measured_s)} samples/s "
+            "measured without first mini-batches and validations, "
             f"{charts.number(simulated_s)} from its mini-batches and updates alone "
             f"({100 * off:+.1f} %{far if abs(off) > FAR_OFF else ''})"
+        )
+    if any(row.time_to_target_s for row in rows):
+        found.append(
+            "seconds to target: of training; start-up, first mini-batches and validations come "
+            "on top"
         )
     if plan.target is not None and all(each.reached(plan.target) is None for each in plan.runs):
         found.append(
@@ -305,9 +332,11 @@ def _charts(rows: Sequence[PlanRow]) -> list[Part]:
 
 
 _LEGEND = (
-    "Waiting: from the arrival of a contribution to its release, mean over the workers. Stale: "
+    "Waiting: from the arrival of a contribution to its release, also while the server makes "
+    "another worker's update, mean over the workers. Stale: "
     "updates between the reading of the parameters and the application of the gradient. MB/s: what "
     "all workers hand over; memory: parameters, optimizer state, rows and copies on the host with "
     "the server. First bottleneck: what costs most of the workers' time, if it costs 5 %. A range "
-    "of times is from the least to the most; measured, fitted, range: how far to trust it."
+    "of times is from the least to the most, of training alone; measured, fitted, range: how far "
+    "to trust it."
 )

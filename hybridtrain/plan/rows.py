@@ -30,8 +30,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
+import torch
+
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, exchange_of
+from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.exchanges.requirements import Requirements
 from hybridtrain.plan.evidence import (
     FULL,
@@ -50,6 +53,7 @@ from hybridtrain.worlds.virtual.service_times import Measured, Times
 
 CACHED_BYTES = 32_000_000  # of parameters: more do not stay in a cache
 ALIKE = 1.25  # times a lag at which a measurement holds
+MOST_MINI_BATCHES, LEAST_CONTRIBUTIONS = 5_000_000, 6  # of a row; of each worker
 WIDE = 10.0  # a range of more times says nothing
 
 
@@ -178,7 +182,7 @@ class Plan:
             staleness=timing.staleness,
             lag=lag,
             dropped_share=timing.dropped / timing.pushes,
-            handed_over_bytes_per_s=timing.pushes / timing.now_s * source.seen.size_bytes,
+            handed_over_bytes_per_s=timing.pushes / timing.now_s * timing.size_bytes,
             memory_bytes=_memory_bytes(source, timing.requirements, layout),
             bottleneck=_bottleneck(limits, _factors(source, layout)),
             limits=limits,
@@ -255,10 +259,18 @@ def _run(
     timing = TimingRun(
         *(policy, exchange, draws, network, _update_s(source, needs.gathers), epoch),
         longer=None if contention is None else contention.longer,
+        row_bytes=_row_bytes(way, exchange, seen.size_bytes),
     )
     if timing.requirements.watches_loss or timing.requirements.evaluates:
         raise UserError(f"strategy={way.label} depends on losses, which {_SIMULATE}")
-    timing.run(max(plan.mini_batches // steps, 6 * n))
+    contributions = max(plan.mini_batches // steps, LEAST_CONTRIBUTIONS * n)
+    if contributions * steps > MOST_MINI_BATCHES:
+        raise UserError(
+            f"strategy={way.label}: {LEAST_CONTRIBUTIONS} contributions of each of {n} workers are "
+            f"{contributions * steps:,} mini-batches, and a row has at most {MOST_MINI_BATCHES:,}; "
+            "give fewer workers, or fewer mini-batches in a contribution"
+        )
+    timing.run(contributions)
     return timing.counted[0] * steps * seen.batch_size / timing.last_s, timing
 
 
@@ -272,6 +284,23 @@ def _check_plannable(way: Way, exchange: Exchange) -> None:
             f"strategy={way.label}: its workers compute on while they hand over, which a plan does "
             "not know; use python -m hybridtrain.simulate with task=..."
         )
+
+
+def _row_bytes(way: Way, exchange: Exchange, size_bytes: int) -> int:
+    """Bytes of a contribution, of which a codec may make fewer.
+
+    Raises:
+        UserError: if they depend on the parameters' shapes, which a record does not hold.
+    """
+    if (codec := codec_of(exchange)) is None:
+        return size_bytes
+    one, two = (codec.n_bytes(shape, torch.float32) for shape in ((4096,), (1, 4096)))
+    if one != two:
+        raise UserError(
+            f"strategy={way.label}: how many bytes it hands over depends on the shapes of "
+            f"parameters, {_SIMULATE}"
+        )
+    return codec.n_bytes((size_bytes // 4,), torch.float32)
 
 
 def _drawn(draw: Draw, steps: int, between_s: float, own_step_s: float) -> Draw:
@@ -391,6 +420,8 @@ def _extrapolated(plan: Plan, source: Evidence, way: Way, layout: Layout) -> Ite
         yield f"workers {before} → {layout.workers}"
     if way.label.partition(":")[0] != source.strategy:
         yield f"a strategy other than {source.strategy}"
+        if codec_of(exchange_of(make_policy(way.given), way.exchange)) is not None:
+            yield "time of encoding not measured"
     if layout.slower:
         yield "a slower worker"
     elif source.slow and not _as_recorded(source, layout):
@@ -406,6 +437,8 @@ def _extrapolated(plan: Plan, source: Evidence, way: Way, layout: Layout) -> Ite
         yield f"memory bandwidth of {layout.each} workers not measured"
     if layout.hosts > 1:
         yield "network not measured"
+    if not seen.size_bytes and (layout.hosts > 1 or layout.network.bandwidth < math.inf):
+        yield "bytes of parameters not recorded, 0 taken"
     if not source.cpu_s:
         yield "processor time not recorded"
 

@@ -138,6 +138,7 @@ class TimingRun:
         update_s: of an update.
         epoch: mini-batches after which all workers meet; ``None``: they never do.
         longer: of so many workers that begin at the same time, how many times as long each takes.
+        row_bytes: of a contribution; ``None``: as many as the parameters have.
 
     Raises:
         UserError: if policy and exchange contradict each other, or make no sense for so many.
@@ -152,6 +153,7 @@ class TimingRun:
         update_s: float = 0.0,
         epoch: int | None = None,
         longer: Callable[[int], float] | None = None,
+        row_bytes: int | None = None,
     ) -> None:
         n = len(draws)
         self._longer, self._factor, self.factors = longer, 1.0, 0.0
@@ -159,7 +161,8 @@ class TimingRun:
         self.requirements: Requirements = combine(policy, exchange, n)
         once = self.requirements.whole_rounds, self.requirements.everyone
         self.links = Links(network) if network.hosts == 1 else HostLinks(network, n, *once)
-        self.size_bytes = network.size_bytes
+        self.size_bytes = network.size_bytes if row_bytes is None else row_bytes
+        self._own_s = self.links.own_s(self.size_bytes)
         self._turns = self.requirements.takes_turns
         self._epoch = None if epoch is None else Epoch(epoch, n, self.requirements.data == "shares")
         self.now_s = self.network_s = 0.0
@@ -216,11 +219,10 @@ class TimingRun:
                 self._say(worker, ASKS, at_s)
                 return
         self._asked.discard(worker)
-        loaded_s = self.links.loaded_s
-        self.network_s += at_s - self.now_s + loaded_s
+        self.network_s += at_s - self.now_s + self._own_s
         end_s = at_s + self._draws[worker]() * self._factor
         self.factors += self._factor
-        heapq.heappush(self._due, (end_s + loaded_s, worker, LEFT))
+        heapq.heappush(self._due, (end_s + self._own_s, worker, LEFT))
 
     def _say(self, worker: int, what: Happens, at_s: float) -> None:
         heapq.heappush(self._due, (at_s + self.links.latency_s(worker), worker, what))

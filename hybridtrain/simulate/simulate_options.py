@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from re import fullmatch
 from typing import Annotated, Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import make_exchange
-from hybridtrain.policies import make_policy
+from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.protocol.messages import Visits
 from hybridtrain.recording import service_times
 from hybridtrain.recording.observed import Observed, observe
@@ -19,7 +20,15 @@ from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
 from hybridtrain.updates.named import make_update
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.arguments import options, value_of
-from hybridtrain.util.option_types import Above0, Natural, NotNegative, Positive, Range, check
+from hybridtrain.util.option_types import (
+    Above0,
+    Natural,
+    NotNegative,
+    Positive,
+    Range,
+    check,
+    hint,
+)
 from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.script import Script, read_script
 from hybridtrain.worlds.virtual.service_times import (
@@ -32,6 +41,7 @@ from hybridtrain.worlds.virtual.service_times import (
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
 FILES = ("json", "html")
+MOST_WORKERS, MOST_DIGITS = 10_000, 6  # in all; of a number of hosts or workers
 BANDWIDTHS = ("network.bandwidth", "network.server_bandwidth")
 _TEXTS = ("strategy", "compute", "from", "script", "correction", "exchange", "update", *FILES)
 _Time = Annotated[float, Range(0, open="(", infinite=True)]
@@ -115,12 +125,18 @@ def _read(name: str, text: str) -> Any:
 
 def size(text: str) -> tuple[int, int]:
     """``2x4``: the number of hosts, and of workers on each."""
-    hosts, separator, each = text.partition("x")
-    if not (separator and all(n.isdecimal() and int(n) for n in (hosts, each))):
+    # Cut, a longer number is still too large.
+    found = fullmatch(r"([0-9]+)x([0-9]+)", text)
+    hosts, each = (int(n[:MOST_DIGITS]) for n in found.groups()) if found else (0, 0)
+    if not hosts * each:
         raise UserError(
             f"hosts={text} was given; say hosts=HxN, H hosts with N workers each: hosts=2x4"
         )
-    return int(hosts), int(each)
+    if hosts * each > MOST_WORKERS:
+        raise UserError(
+            f"hosts={text[:60]} was given; at most {MOST_WORKERS:,} workers in all are simulated"
+        )
+    return hosts, each
 
 
 def _of_hosts(sizes: Sequence[tuple[int, int]], given: Given) -> Given:
@@ -149,12 +165,16 @@ def way(text: str) -> Way:
     """
     given = _spec("strategy", text)
     name, options = (given, {}) if isinstance(given, str) else (given["name"], given)
+    if name not in (known := SCHEMES.keys() | POLICIES.keys()):
+        raise UserError(
+            f"strategy={text} was given{hint(name, known)}; known are {', '.join(sorted(known))}"
+        )
     if name not in SCHEMES:
         make_policy(given)
         return Way(text, given)
     parts = SCHEMES[name]
-    known = parts["exchange"]
-    exchange = {"name": known} if isinstance(known, str) else dict(known)
+    own = parts["exchange"]
+    exchange = {"name": own} if isinstance(own, str) else dict(own)
     exchange |= {key: value for key, value in options.items() if key != "name"}
     make_exchange(exchange)
     return Way(text, parts["policy"], exchange, parts.get("update"))

@@ -26,10 +26,12 @@ def options(
     """
     given: dict[str, str] = {}
     for argument in arguments:
-        name, separator, value = argument.partition("=")
+        name, _, value = argument.partition("=")
         family, member, _ = name.partition(".")
         of = family if member and family in families else name
-        if of not in known or not separator or not value:
+        if of in known and not value:
+            raise UserError(f"{argument!r} was given without a value; say {name}=VALUE")
+        if of not in known:
             raise UserError(
                 f"{argument!r} was given{hint(name, known)}; known are {', '.join(known)}"
             )

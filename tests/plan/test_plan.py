@@ -25,10 +25,11 @@ def left(
     sizes: Sequence[int] = (8,) * 8,
     policy: Any = "hybrid",
     exchange: Any = None,
+    size_bytes: int = 0,
     **summary: Any,
 ) -> Path:
     """The folder of a run that validated after every 1,000 samples."""
-    recorded(folder, seconds, rounds, policy, sizes, exchange=exchange)
+    recorded(folder, seconds, rounds, policy, sizes, exchange=exchange, size_bytes=size_bytes)
     name = policy if isinstance(policy, str) else policy["name"]
     n = len(seconds)
     said = {"strategy": name, "samples": rounds * n * 8, "effective_batch": n * 8.0}
@@ -201,6 +202,35 @@ def test_the_table_names_what_was_extrapolated_and_how_well_the_run_is_known(
     assert "(+0.0 %)" in text and "11 more rows: top=N" in text and "seconds to target" in text
 
 
+def test_what_is_piped_has_its_full_width_and_says_what_was_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = left(tmp_path / "run", losses=[0.9, 0.2])
+    assert main([f"run={run}", "target=val/loss:0.4", "hosts=1x4:slower=3"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.rstrip().endswith("first bottleneck    not measured") or "not measured" in head
+    assert any("worker 3, 3× slower" in row and "hybrid " in row for row in rows)
+    assert any("measured without first mini-batches and validations" in row for row in rows)
+    assert any(row.startswith("seconds to target: of training;") for row in rows)
+
+
+def test_a_codec_makes_rows_smaller(tmp_path: Path) -> None:
+    run = left(tmp_path / "run", size_bytes=4000)
+    sizes = "hosts=2x2,2x2:network.bandwidth=1e3"
+    rows = planned(tmp_path, f"run={run}", sizes, "strategy=hybrid,sign_sgd")
+    mb = {row["strategy"]: row["handed_over_bytes_per_s"] / row["updates_per_s"] for row in rows}
+    assert mb["hybrid"] == pytest.approx(4 * 4000) and mb["sign_sgd"] == pytest.approx(4 * 125)
+    speed = {(row["strategy"], row["hosts"]): row["samples_per_s"] for row in rows}
+    slow = "2x2:network.bandwidth=1e3"
+    # Two rows up and the masters down, 4,000 bytes each, at 1,000 bytes a second.
+    assert speed["hybrid", slow] == pytest.approx(32 / (1 + UPDATE_S + 8 + 4), rel=0.05)
+    assert speed["sign_sgd", slow] == pytest.approx(32 / (1 + UPDATE_S + 0.25 + 4), rel=0.05)
+    assert all(
+        ("time of encoding not measured" in row["extrapolated"]) == (row["strategy"] == "sign_sgd")
+        for row in rows
+    )
+
+
 def test_a_page_has_table_and_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
     run, page = left(tmp_path / "run", losses=[0.9, 0.2]), tmp_path / "plan.html"
@@ -251,14 +281,33 @@ def test_a_metric_that_no_run_logs_is_refused(
     ("arguments", "text"),
     [
         (["hosts=4"], "hosts=4 was given; say hosts=HxN"),
-        (["hosts=1x2:slower"], "'slower' was given (did you mean slower?); known are"),
+        (["hosts=1x2:slower"], "'slower' was given without a value; say slower=VALUE"),
+        (["hosts="], "'hosts=' was given without a value; say hosts=VALUE"),
+        (["hosts=1x2", "hosts=1x4"], "hosts was given twice"),
+        (["hosts=1x4:slower.0=3:slower.0=2"], "slower.0 was given twice"),
+        (["hosts=1x4:slower=3:slower.3=2"], "slower.3 was given twice"),
+        (["hosts=1x1000000"], "hosts=1x1000000 was given; at most 10,000 workers in all"),
+        (["hosts=1x999999999999999999999"], "at most 10,000 workers in all"),
+        ([f"hosts={'9' * 5000}x1"], "at most 10,000 workers in all"),
+        (["hosts=1x4:slower=1e308"], "slower=1e+308 was given; it must be a number above 0 and up"),
+        (["network.latency_s=1e308"], "network.latency_s=1e+308 was given; it must be"),
+        (["network.bandwidth=1e-300"], "network.bandwidth=1e-300 was given; it must be"),
+        (
+            ["strategy=local_sgd:every=100000000"],
+            "1,200,000,000 mini-batches, and a row has at most",
+        ),
+        (["strategy=power_sgd"], "how many bytes it hands over depends on the shapes"),
+        (["target=val/loss:nan"], "target=val/loss:nan was given; say target=METRIC:X"),
+        (["target=val/loss:inf"], "target=val/loss:inf was given; say target=METRIC:X"),
+        (["target=val/loss:true"], "target=val/loss:true was given; say target=METRIC:X"),
+        (["strategy=nope"], ", local_sgd, post_local_sgd"),
         (["hosts=1x2:slower=0"], "slower=0 was given; it must be a number above 0"),
         (["hosts=1x2:slower.2=3"], "hosts=1x2:slower.2=3: worker 2 was named, but 2 workers"),
         (["hosts=1x2:slower.x=3"], "slower.W=x was given"),
         (["hosts=1x2:core=3"], "(did you mean cores?)"),
         (["hosts=1x2,1x4:cores=0"], "cores=0 was given"),
         (["network.bandwidth=-1"], "network.bandwidth=-1 was given"),
-        (["strategy=hybird"], "policy='hybird' was given (did you mean hybrid?)"),
+        (["strategy=hybird"], "strategy=hybird was given (did you mean hybrid?)"),
         (["strategy=backup:k=9"], "k=9 was given for 2 workers"),
         (["strategy=streaming_diloco"], "its workers compute on while they hand over"),
         (["strategy=sandblaster"], "strategy=sandblaster"),
@@ -273,6 +322,57 @@ def test_bad_input_is_named_in_one_line(
 ) -> None:
     run = left(tmp_path / "run")
     assert text in refused(capsys, f"run={run}", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("samples", -1),
+        ("samples", float("nan")),
+        ("samples", "many"),
+        ("effective_batch", float("inf")),
+        ("effective_batch", 10**400),
+        ("staleness.mean", -1.0),
+        ("staleness", 3),
+        ("cores", 10**400),
+        ("cores", 2.5),
+        ("cpu_s", float("nan")),
+        ("cpu_s", [1]),
+        ("strategy", {"name": "hybrid"}),
+    ],
+)
+def test_figures_that_no_run_can_have_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any
+) -> None:
+    name, _, inner = key.partition(".")
+    run = left(tmp_path / "run", **{name: {inner: value} if inner else value})
+    error = refused(capsys, f"run={run}", "hosts=1x2", "strategy=hybrid")
+    assert f"run={run}: summary.json.{key} is " in error and "correct the file" in error
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes", "text"),
+    [
+        ((0.0, 0.0), (8, 8), "usual mini-batches of worker 0 took no time"),
+        ((1e38, 1.0), (8, 8), "record.times.0[0] is"),
+        ((1.0, 1.0), (3e9, 3e9), "record.batch_size is"),
+    ],
+)
+def test_times_and_sizes_that_no_run_can_have_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: Any, sizes: Any, text: str
+) -> None:
+    run = left(tmp_path / "run", seconds, sizes=sizes)
+    assert text in refused(capsys, f"run={run}", "hosts=1x2", "strategy=hybrid")
+
+
+def test_a_history_whose_samples_go_back_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = left(tmp_path / "run")
+    rows = ["1,1,0,1,2000,0.5,0.9", "1,1,0,1,1000,0.5,0.2"]
+    (run / "history.csv").write_text("\n".join([COLUMNS, *rows]) + "\n")
+    error = refused(capsys, f"run={run}", "target=val/loss:0.4")
+    assert "history.csv has 1000 samples after 2000" in error
 
 
 def test_a_plan_needs_a_run(capsys: pytest.CaptureFixture[str]) -> None:

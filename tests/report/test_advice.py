@@ -33,6 +33,7 @@ def recorded(
     policy: Any = "hybrid",
     sizes: Sequence[int] = (8, 8, 8, 8),
     epoch: int = 20,  # rounds
+    size_bytes: int = 0,
     **strategy: Any,
 ) -> dict[str, Any]:
     """Write the record of a run in lock-step, with these times; returns its statistics."""
@@ -43,6 +44,8 @@ def recorded(
     path.mkdir(exist_ok=True)
     writer, now_s = Writer(path / "record.bin", KINDS), 100.0
     writer.tell({"header": told})
+    if size_bytes:
+        writer.tell({"begin": {"parameters": "", "bytes": size_bytes}})
     for number in range(rounds):
         for worker in sorted(range(len(seconds)), key=seconds.__getitem__):
             at_s = now_s + seconds[worker]

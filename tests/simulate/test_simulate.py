@@ -97,7 +97,7 @@ def test_ten_thousand_workers_are_no_trouble(size: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["strategy=hybird"], "policy='hybird' was given (did you mean hybrid?)"),
+        (["strategy=hybird"], "strategy=hybird was given (did you mean hybrid?)"),
         (["workers=0"], "workers=0 was given; it must be a whole number from 1 on"),
         (["workers=2,x"], "workers=x was given"),
         (["worker=3"], "(did you mean workers?)"),
