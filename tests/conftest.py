@@ -127,7 +127,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def no_process_group_is_handed_on() -> Iterator[None]:
     """Lightning's ddp leaves its process group behind, and forked ranks of a later test hang in it.
 
-    Also takes back the environment variables that its launchers leave.
+    Also takes back the environment variables that its launchers leave, and Lightning's seed, which
+    decides in which order samples are drawn.
     """
     before = dict(os.environ)
     yield
@@ -135,6 +136,7 @@ def no_process_group_is_handed_on() -> Iterator[None]:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    names = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*names, "PL_GLOBAL_SEED"):
         if name not in before:
             os.environ.pop(name, None)

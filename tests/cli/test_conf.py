@@ -51,6 +51,7 @@ def test_every_group_of_the_issue_exists() -> None:
     assert set(groups()) == set(wanted.split())
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize(("group", "name"), CHOICES, ids=[f"{x}={y}" for x, y in CHOICES])
 def test_every_choice_composes_and_names_classes_that_take_its_options(
     group: str, name: str

@@ -221,6 +221,7 @@ def test_a_target_that_is_not_given_is_one_that_every_search_reaches(
     assert [x.config.target.value for x in jobs] == [None] * 2 + [0.7] * 2
 
 
+@pytest.mark.slow
 def test_failed_nan_and_late_runs_are_said_and_counted(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +380,7 @@ def test_what_is_one_for_all_is_refused_behind_a_name(option: str) -> None:
     assert "options of strategy, optimizer, model" in said
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("option", BAD)
 def test_bad_input_is_one_line_before_a_job_starts(command: Command, option: str) -> None:
     result = command(*FAIR, option)

@@ -26,7 +26,7 @@ def imported() -> Iterator[None]:
     yield
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, BY_DEFAULT, AT_ONCE))
 def test_mutated_options_are_refused_by_one_line_or_make_sense(first: int) -> None:
     assert wrong(option_fuzzer.run(option_fuzzer.cases(range(first, first + AT_ONCE)))) == []

@@ -260,6 +260,7 @@ def test_the_live_bar_shows_loss_speed_and_workers() -> None:
     assert {"loss", "samples/s", "workers"} <= set(shown[-1])
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers_and_another_others(command: Command) -> None:
     losses = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

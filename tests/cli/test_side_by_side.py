@@ -138,6 +138,7 @@ def test_two_jobs_at_once_write_each_to_its_own_file_and_into_one_table(
     assert len(lines) == 6 and lines[0].endswith("(output: jobs/0/output.txt)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", by_default(["SIGINT", "SIGTERM", "SIGKILL"], "SIGINT"))
 def test_an_end_of_the_sweep_ends_all_its_jobs(zygote: Zygote, ending: str) -> None:
     options = ["model.lr=0.01,0.02,0.03", "hydra.launcher.at_once=2", "hydra.sweep.dir=jobs"]

@@ -129,7 +129,7 @@ def is_whole(model: Arrays, epochs: int = 1, without: int = 0) -> None:
     assert model["t"].sum() == 2 * epochs * (60 - bool(without)) and model["unused"] == 1
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"min_updates": 4}, {"max_updates": 1}])
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("size", [None, 4])
@@ -179,6 +179,7 @@ def test_optimizers_step_where_there_is_no_descent() -> None:
     assert torch.allclose(model.weight, before - 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("breaks", "most"), [(False, 2), (True, 6)])
 def test_an_executors_process_keeps_its_line_and_survives_its_loss(
     monkeypatch: pytest.MonkeyPatch, breaks: bool, most: int

@@ -143,6 +143,7 @@ def test_parameters_and_state_have_the_bits_of_torchs_own_optimizer(
         assert same(kept[0][key], value), key
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*KINDS, *MOMENTUM])
 def test_the_bits_do_not_depend_on_the_number_of_threads(name: str) -> None:
     make, large = (KINDS | MOMENTUM)[name], table(rows=40_000)

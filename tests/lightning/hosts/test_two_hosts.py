@@ -431,6 +431,7 @@ def test_in_lock_step_a_late_host_shares_the_epochs_from_the_next_on(
     assert_equal(hosts[0].result, hosts[1].result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", by_default(["async", "hybrid"], "async"))
 def test_a_host_that_died_comes_back_though_the_others_went_on(tmp_path: Path, policy: str) -> None:
     body = partial(train, 2, 2, policy, (Patiently,), epochs=12, on_failure="continue", min_hosts=2)
@@ -484,6 +485,7 @@ def resumes_elsewhere(there: Path) -> dict[str, Any]:
     return train(2, 2, ckpt=own)
 
 
+@pytest.mark.slow
 def test_host_0_decides_where_all_go_on_from(tmp_path: Path) -> None:
     run_hosts(tmp_path / "a", partial(train, 2, 2, epochs=1, saves=True))
     body = partial(resumes_elsewhere, tmp_path / "a" / "host0" / "end.ckpt")

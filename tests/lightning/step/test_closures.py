@@ -156,6 +156,7 @@ class SamByHand(Regression):
         self.optimizers().zero_grad()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_gradients_that_are_there_before_the_closure_count(workers: int, tmp_path: Path) -> None:
     compare(SamByHand, tmp_path, 1e-8, workers, **EXACT)

@@ -56,7 +56,7 @@ def fitted(
     return module
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
     whole = fitted(tmp_path / "whole", SCHEMES[name], val_check_interval=2)

@@ -476,6 +476,7 @@ def pass_s(workers: int, portions: int, backups: bool) -> float:
     return world.now_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", by_default([100, 1000], 100))
 def test_small_portions_leave_little_to_wait_for(workers: int) -> None:
     """One portion for each worker takes as long as the slowest of the slow. With n, the pass takes
