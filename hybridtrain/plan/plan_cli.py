@@ -124,7 +124,7 @@ def parse(arguments: Sequence[str]) -> tuple[Given, Plan]:
     Raises:
         UserError: naming the option, its valid values, and the closest one; or what a run lacks.
     """
-    said = _once(arguments, options(arguments, list(OPTIONS)))
+    said = options(arguments, list(OPTIONS))
     given = {name: _read(name, text, OPTIONS[name]) for name, text in said.items()}
     if "run" not in given:
         raise UserError("no run was given; say run=DIR, the directory of a run")
@@ -139,15 +139,6 @@ def parse(arguments: Sequence[str]) -> tuple[Given, Plan]:
     if layouts is None:
         layouts = [layout(f"1x{runs[0].seen.n_workers}", given)]
     return given, Plan(runs, strategies, layouts, target, usable_cores())
-
-
-def _once(arguments: Sequence[str], said: dict[str, str]) -> dict[str, str]:
-    """The options; raises UserError if one was given twice, which leaves open which counts."""
-    if len(said) < len(arguments):
-        names = [argument.partition("=")[0] for argument in arguments]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{twice} was given twice; say it once")
-    return said
 
 
 def _read(name: str, text: str, kind: Any) -> Any:
@@ -176,7 +167,7 @@ def layout(text: str, given: Given) -> Layout:
     """
     size, *rest = text.split(":")
     hosts, each = simulated.size(size)
-    said = _once(rest, options(rest, list(OF_HOSTS), families=("slower",)))
+    said = options(rest, list(OF_HOSTS), families=("slower",))
     own: dict[str, Any] = {name: given[name] for name in (*NETWORK, "cores") if name in given}
     slower: dict[int, float] = {}
     for name, value in said.items():

@@ -22,7 +22,7 @@ def options(
         families: names among them that also take members, as in ``slower.3=2``.
 
     Raises:
-        UserError: naming what is not known, and what was meant.
+        UserError: naming what is not known, and what was meant; or what was given twice.
     """
     given: dict[str, str] = {}
     for argument in arguments:
@@ -35,6 +35,8 @@ def options(
             raise UserError(
                 f"{argument!r} was given{hint(name, known)}; known are {', '.join(known)}"
             )
+        if name in given:
+            raise UserError(f"{name} was given twice; say it once")
         given[name] = value
     return given
 
