@@ -1,4 +1,4 @@
-"""What recorded runs say for a plan: times, the machine, how many samples a target took.
+"""Read recorded runs for a plan: times, the machine, the samples until a target.
 
 Theory of operation. Each worker's first mini-batch is left out, because first steps take longer.
 A worker is *slow* if its usual mini-batch takes 1.5 times as long as the median of the others'.
@@ -22,7 +22,7 @@ import numpy as np
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import exchange_of
 from hybridtrain.policies import make_policy
-from hybridtrain.recording.observed import MOST_EVENTS, Observed, observe
+from hybridtrain.recording.observed import MOST_EVENTS, Observed, observed_in
 from hybridtrain.recording.record_file import DROPPED, Record
 from hybridtrain.recording.record_reader import find_record, read_record
 from hybridtrain.report.history import HISTORY_FILE
@@ -141,7 +141,8 @@ def evidence(folder: Path) -> Evidence:
     Raises:
         UserError: if it has no record, or one that is too short, or of several hosts.
     """
-    seen = observe(folder)
+    record = read_record(find_record(folder), MOST_EVENTS)
+    seen = observed_in(record)
     if seen.hosts > 1:
         raise UserError(
             f"run={folder} had {seen.hosts} hosts, and its workers' times have the network in "
@@ -153,15 +154,14 @@ def evidence(folder: Path) -> Evidence:
             f"run={folder}: its record has {n} mini-batch{'es' * (n != 1)} of worker {fewest}; a "
             f"plan needs {LEAST} of each worker: train longer (trainer.max_epochs)"
         )
-    record, run = read_record(find_record(folder), MOST_EVENTS), read_run(folder)
+    run = read_run(folder)
     _check_figures(folder, seen, run)
     about = record.header["about"].get("config", {})
     strategy = dict(seen.strategy)
     gathers, staleness = _lag(run, strategy, seen)
     samples, cpu_s = run.figure("samples") or 0, run.figure("cpu_s") or 0.0
     steps, times = _steps(strategy), {worker: own[1:] for worker, own in seen.times.items()}
-    size = record.told.get("begin", {}).get("bytes", 0)
-    seen = replace(seen, size_bytes=size, batch_size=max(1, round(seen.batch_size / steps)))
+    seen = replace(seen, batch_size=max(1, round(seen.batch_size / steps)))
     return Evidence(
         folder=folder,
         seen=seen,
@@ -227,8 +227,8 @@ def speed_of(record: Record) -> float:
     cells = record.cells
     at_s = cells["at_s"] - _paused_s(cells, kinds)
     pushes, drops = cells["kind"] == kinds["Push"], cells["kind"] == kinds.get(DROPPED, -1)
-    first = max(int(np.flatnonzero(pushes & (cells["worker"] == w))[0]) for w in
-                range(record.n_workers))  # fmt: skip
+    firsts = (np.flatnonzero(pushes & (cells["worker"] == w))[0] for w in range(record.n_workers))
+    first = int(max(firsts))
     last = int(np.flatnonzero(pushes)[-1])
     size = float(np.median(cells["samples"][pushes]))
     counted = cells["samples"][first + 1 : last + 1][pushes[first + 1 : last + 1]].sum()

@@ -93,7 +93,6 @@ class PlanRow:
     error: float | None
     updates_per_s: float
     waiting_share: float
-    network_share: float
     staleness: float
     lag: float
     dropped_share: float
@@ -178,7 +177,6 @@ class Plan:
             error=error,
             updates_per_s=timing.version / timing.now_s,
             waiting_share=timing.waiting_share,
-            network_share=timing.network_s / timing.now_s / layout.workers,
             staleness=timing.staleness,
             lag=lag,
             dropped_share=timing.dropped / timing.pushes,
@@ -414,7 +412,7 @@ def _memory_bytes(source: Evidence, wants: Requirements, layout: Layout) -> int:
 
 
 def _extrapolated(plan: Plan, source: Evidence, way: Way, layout: Layout) -> Iterator[str]:
-    """What differs from the run whose times these are."""
+    """Say how the row differs from the run with its times."""
     before, seen = source.seen.n_workers, source.seen
     if layout.workers != before:
         yield f"workers {before} → {layout.workers}"

@@ -35,13 +35,14 @@ from hybridtrain.protocol.facts import (
     TimerFired,
     Waiting,
 )
+from hybridtrain.server.batch_queue import end_sooner
 from hybridtrain.worlds.virtual.network import HostLinks, Links, Network
 
 Draw = Callable[[], float]
 
 
 class Happens(IntEnum):
-    """What is due: a push has left its link, has passed the queue, or something else arrives."""
+    """Kinds of events: a push has left its link or passed the queue, or a message arrives."""
 
     LEFT = 0
     PUSH = 1
@@ -113,7 +114,8 @@ class Epoch:
             return False
         rest = self.left + sum(held[w] for w in others)
         last = max(1 / done[w] for w in others)
-        return (held[worker] + 1) / done[worker] > rest / sum(done[w] for w in others) + last
+        own = (held[worker] + 1) / done[worker]
+        return end_sooner(own, rest, [done[w] for w in others], last)
 
     def done(self, worker: int) -> None:
         """The worker has ended its mini-batch: it counts for its speed."""

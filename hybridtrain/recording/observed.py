@@ -60,7 +60,11 @@ def observe(run: Path) -> Observed:
         UserError: if there is no record, a worker has pushed nothing, or the workers' mini-batches
             differ in size.
     """
-    record = read_record(find_record(run), MOST_EVENTS)
+    return observed_in(read_record(find_record(run), MOST_EVENTS))
+
+
+def observed_in(record: Record) -> Observed:
+    """:func:`observe` a record that has been read."""
     pushes, times = record.of_kind("Push"), times_of(record)
     sizes = {float(np.median(pushes["samples"][pushes["worker"] == w])) for w in times}
     if len(sizes) > 1 or not min(sizes) >= 1:

@@ -95,7 +95,7 @@ class Stamp:
         return self.at_s
 
     def stand(self, at_s: float) -> float:
-        """It is this time now; returns it."""
+        """Set the clock to this time, which it returns."""
         self.at_s = at_s
         return at_s
 

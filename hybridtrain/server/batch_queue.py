@@ -77,6 +77,18 @@ class _Shards:
         return split(shards[shard], n_batches * request.sizes[worker])[0]
 
 
+def end_sooner(own: float, rest: float, speeds: Sequence[float], last: float) -> bool:
+    """Whether others end everything before one worker ends its own part, in units of time.
+
+    Args:
+        own: until the worker has ended its part.
+        rest: positions of all others, drawn and undrawn.
+        speeds: of each of them, in positions.
+        last: the longest mini-batch of one of them, which may begin late.
+    """
+    return own > rest / sum(speeds) + last
+
+
 @dataclass
 class _Pass:
     """One pass over one loader."""
@@ -149,7 +161,7 @@ class _Pass:
         own = (self.held(worker) + n) / self.done[worker]
         last = max(request.sizes[other] / self.done[other] for other in others)
         rest = total(self.left) + sum(map(self.held, others))
-        return own > rest / sum(speeds) + last
+        return end_sooner(own, rest, speeds, last)
 
     def suffices(self, worker: int) -> bool:
         """Whether the worker can draw from what is left."""
