@@ -177,7 +177,7 @@ def _over_1(ratio: Spread | None) -> bool:
 
 
 def conclusions(rows: Sequence[Mapping[str, Any]], goal: Goal) -> Iterator[str]:
-    """What the rows say, and what they do not, in sentences."""
+    """Sentences about the rows: the fastest strategy, and which differences may be chance."""
     if rows[0]["train_s"]["median"] is not None:
         yield f"{rows[0]['strategy']} has the shortest median time to {goal}"
         yield from (_verdict(row, rows[0]["strategy"]) for row in rows[1:])

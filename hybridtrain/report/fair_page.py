@@ -1,4 +1,4 @@
-"""What a fair comparison leaves: its table (JSON, Markdown, a sheet) and its part of the page."""
+"""Write a fair comparison: its table (JSON, Markdown, a sheet) and its section of the page."""
 
 from __future__ import annotations
 

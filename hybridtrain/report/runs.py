@@ -291,7 +291,7 @@ def labels(runs: Sequence[Run], without: Collection[str] = ()) -> list[str]:
     """
     common = set(common_overrides(runs))
     each = [[x for x in run.overrides if x not in common] for run in runs]
-    named = [" ".join(_briefer(x) for x in own if _key(x) not in without) for own in each]
+    named = [" ".join(_briefer(x) for x in own if key_of(x) not in without) for own in each]
     folders = [run.folder.name for run in runs]
     if all(x.isdecimal() for x in folders) and len({*folders}) == len(folders):
         return [f"{x}: {name}" if name else x for x, name in zip(folders, named, strict=True)]
@@ -315,7 +315,8 @@ def rounded(value: str) -> str:
     return f"{float(value):.4g}" if long and not value.isdecimal() else value
 
 
-def _key(override: str) -> str:
+def key_of(override: str) -> str:
+    """The key of an override, without its prefix."""
     return override.partition("=")[0].lstrip("+~")
 
 

@@ -21,21 +21,18 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import numpy as np
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from hybridtrain.cli import explain, hydra_config
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher, job_process
-from hybridtrain.cli.sweep.job_launcher import ProcessLauncher
-from hybridtrain.cli.sweep.search import checked_job, combinations, process_launcher, space_of
+from hybridtrain.cli.sweep.search import JobSweeper, checked_job, combinations, space_of
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report import fair, fair_page
 from hybridtrain.report.charts import number
 from hybridtrain.report.fair import Goal, Training
 from hybridtrain.report.page import write
-from hybridtrain.report.runs import as_json, read_mapping
+from hybridtrain.report.runs import as_json, key_of, read_mapping
 from hybridtrain.util.files import short
 from hybridtrain.util.option_types import Positive, Range, Rule, check, is_number, misfit
 
@@ -84,18 +81,10 @@ class Entry:
     points: list[dict[str, str]]
 
 
-class FairSweeper(Sweeper):
+class FairSweeper(JobSweeper):
     """Compares strategies; the options are those of ``conf/experiment/fair_comparison.yaml``."""
 
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Called by Hydra before the sweep."""
-        self.sweep_config = config
-        found = process_launcher(hydra_context, task_function, config)
-        self.launcher: ProcessLauncher = found
-        self.directory = Path(str(config.hydra.sweep.dir))
-        self._measures = False
+    _measures = False  # a job has ended well, so there is such a metric
 
     def sweep(self, arguments: list[str]) -> None:
         """Search, choose, train the best with each seed. Raises UserError before a job starts."""
@@ -158,7 +147,9 @@ class FairSweeper(Sweeper):
 
     def _common(self, arguments: Sequence[str]) -> list[str]:
         """The overrides of all jobs: those given, and the end of a training."""
-        kept = [x for x in arguments if _key(x) not in _OURS and not _key(x).startswith("budget.")]
+        kept = [
+            x for x in arguments if key_of(x) not in _OURS and not key_of(x).startswith("budget.")
+        ]
         epochs, updates, seconds = (self.budget[x] for x in ("epochs", "updates", "seconds"))
         most = epochs or (-1 if updates or seconds else self.sweep_config.trainer.max_epochs)
         ends = [f"trainer.max_epochs={'null' if most is None else most}"]
@@ -170,13 +161,13 @@ class FairSweeper(Sweeper):
         """Read an entry of ``compare``, and compose a job of it. Raises UserError."""
         try:
             name, *more = words_of(text) or [""]
-            if shared := [x for x in more if _key(x) == "strategy" or _is_one(_key(x))]:
+            if shared := [x for x in more if key_of(x) == "strategy" or _is_one(key_of(x))]:
                 raise UserError(
                     f"{shared[0]} cannot be a strategy's own; behind its name are options of "
                     "strategy, optimizer, model, and what is not one for the whole comparison"
                 )
             given = hydra_config.complete_overrides([*common, f"strategy={name}", *more])
-            given = list({_key(x): x for x in given}.values())  # the strategy's own are the last
+            given = list({key_of(x): x for x in given}.values())  # the strategy's own are the last
             explain.check_groups(given)
             given += self._around(given)
             space, fixed = space_of(given)
@@ -189,7 +180,7 @@ class FairSweeper(Sweeper):
     def _around(self, given: list[str]) -> list[str]:
         """The range to search, around the task's learning rate; none if a rate is searched."""
         swept = [str(x.input_line) for x in hydra_config.parse(given) if x.is_sweep_override()]
-        if any(_key(x).rpartition(".")[2] in _RATES for x in swept):
+        if any(key_of(x).rpartition(".")[2] in _RATES for x in swept):
             return []
         fixed = [x for x in given if x not in swept]
         cfg = checked_job(self.launcher, fixed, given).config
@@ -268,7 +259,7 @@ class FairSweeper(Sweeper):
         return replace(self.goal, target=known["target"]), known["chosen"]
 
     def _chosen_before(self, path: Path) -> dict[str, Any]:
-        """What the searches have chosen before a kill. Raises UserError if it is damaged."""
+        """Read the choice made before a kill. Raises UserError if it is damaged."""
         content = read_mapping(path, [])
         each = {name: ({"*": str}, NoneType) for name in self.entries}
         fault = misfit(content, {"target": Finite, "chosen": each}, CHOICE_FILE)
@@ -288,7 +279,7 @@ class FairSweeper(Sweeper):
     def _content(
         self, goal: Goal, chosen: Mapping[str, Any], search: list[Training], runs: list[Training]
     ) -> dict[str, Any]:
-        """What ``fair_comparison.json`` says."""
+        """The content of ``fair_comparison.json``."""
         rows = fair.rows_of({x: [y for y in runs if y.strategy == x] for x in self.entries})
         for row in rows:
             name, values = row["strategy"], chosen[row["strategy"]]
@@ -322,7 +313,7 @@ class FairSweeper(Sweeper):
     def _remarks(
         self, chosen: Mapping[str, Any], search: list[Training], runs: list[Training]
     ) -> Iterator[str]:
-        """What a reader has to know besides the figures."""
+        """Warnings beside the figures: ends of ranges, failed and late runs, shared cores."""
         for name, jobs in fair.of_strategy(search).items():
             for key in fair.at_an_end(jobs, chosen[name] or {}):
                 best = f"{key}={chosen[name][key]}"
@@ -403,10 +394,6 @@ def _overrides(values: Mapping[str, str]) -> list[str]:
 
 def _target(goal: Goal) -> str:
     return f"target.value={'null' if goal.target is None else goal.target}"
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _is_one(key: str) -> bool:

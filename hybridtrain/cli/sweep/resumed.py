@@ -34,7 +34,7 @@ from hybridtrain.cli.resume import (
 from hybridtrain.cli.resume import expanded as expanded_run
 from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
-from hybridtrain.report.runs import CONFIG_FILE, SUMMARY_FILE, read_mapping, read_yaml
+from hybridtrain.report.runs import CONFIG_FILE, SUMMARY_FILE, key_of, read_mapping, read_yaml
 from hybridtrain.util.files import short, write_whole
 from hybridtrain.util.option_types import is_number, misfit
 
@@ -61,11 +61,7 @@ class Sweep:
 
     def by_key(self) -> dict[str, str]:
         """All options by their key, without those that name directories."""
-        return {k: x for x in (*self.overrides, *self.hydra) if (k := _key(x)) not in _PLACES}
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
+        return {k: x for x in (*self.overrides, *self.hydra) if (k := key_of(x)) not in _PLACES}
 
 
 def read(directory: Path) -> Sweep:

@@ -53,7 +53,24 @@ DEFAULT_TRIALS, MOST_IN_GRID = 20, 10_000
 Sampling = Literal["tpe", "random", "grid"]
 
 
-class OptunaSweeper(Sweeper):
+class JobSweeper(Sweeper):
+    """A sweeper on our launcher."""
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Called by Hydra before the sweep. Raises UserError if another launcher is chosen."""
+        self.sweep_config = config
+        launcher: Any = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+        if getattr(launcher, "run", None) is None:
+            raise UserError("a search needs hydra/launcher=process, the default")
+        self.launcher: ProcessLauncher = launcher
+        self.directory = Path(str(config.hydra.sweep.dir))
+
+
+class OptunaSweeper(JobSweeper):
     """Searches for the best values of keys with Optuna.
 
     Args:
@@ -86,21 +103,13 @@ class OptunaSweeper(Sweeper):
         self.storage, self.study_name = storage, study_name
         self.params = dict(params or {})
 
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Called by Hydra before the sweep."""
-        self.sweep_config = config
-        found = process_launcher(hydra_context, task_function, config)
-        self.launcher: ProcessLauncher = found
-
     def sweep(self, arguments: list[str]) -> None:
         """Run the search. Raises UserError before a job starts if something is wrong."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.launcher.begin()
-        directory = Path(str(self.sweep_config.hydra.sweep.dir))
+        directory = self.directory
         given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
         space, fixed = space_of(given)
         explain.check_groups(given)
@@ -172,18 +181,6 @@ class OptunaSweeper(Sweeper):
         from optuna.storages.journal import JournalFileBackend, JournalStorage
 
         return JournalStorage(JournalFileBackend(given))
-
-
-def process_launcher(
-    context: HydraContext, task_function: TaskFunction, config: DictConfig
-) -> ProcessLauncher:
-    """Our launcher. Raises UserError if another one is chosen."""
-    launcher: Any = Plugins.instance().instantiate_launcher(
-        hydra_context=context, task_function=task_function, config=config
-    )
-    if getattr(launcher, "run", None) is None:
-        raise UserError("a search needs hydra/launcher=process, the default")
-    return launcher
 
 
 def checked_job(launcher: ProcessLauncher, overrides: list[str], given: Sequence[str]) -> Job:
