@@ -408,7 +408,7 @@ class Server:
         except UserError as error:
             return self._refuse(workers, str(error))
         answers: Replies = [(worker, reply) for worker in workers]
-        if any(getattr(each, "admits", False) for each in items.values()):
+        if any(isinstance(each, Gather) and each.admits for each in items.values()):
             answers = self.membership.take_in() + answers
         return answers + [each for worker in workers for each in self._rounds.join(worker)]
 

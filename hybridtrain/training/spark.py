@@ -47,7 +47,7 @@ from hybridtrain.worlds.hosts.key import Key
 PATIENCE_S = 20.0  # of an executor that the driver does not answer
 _DENSE, _ABSENT = -1, -2  # in place of the number of rows
 
-# What travels of a parameter: all of it, some rows (their numbers, their values), or nothing.
+# A parameter as it is sent: all of it, some rows (their numbers, their values), or nothing.
 Part = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 

@@ -1,4 +1,5 @@
-"""Who makes the updates, as a worker sees it: one contract (``maker.py``), chosen in ``choice.py``.
+"""Makers apply updates for a worker, or leave them to the server: one contract.
 
-The server's part is in :mod:`hybridtrain.server.workers_updates`.
+``maker.py`` has the contract, ``choice.py`` the choice of the maker. The server's part is in
+:mod:`hybridtrain.server.workers_updates`.
 """

@@ -29,7 +29,7 @@ class Maker:
         """The server has new optimizers. ``last``: after this version no update is made."""
 
     def timed(self) -> list[tuple[object, str, str]]:
-        """What steps the masters, for profiles: an object, its method, a name for it."""
+        """Methods that step the masters, for profiles: object, method, name in the profile."""
         return []
 
     # ---- an update of one push ------------------------------------------------------------------
