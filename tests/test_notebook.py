@@ -164,13 +164,14 @@ def test_an_exception_that_is_kept_keeps_no_shared_memory_and_training_goes_on(
 ) -> None:
     """As a notebook keeps the last one, and trains again in its next cell."""
     os.chdir(tmp_path)
+    gc.collect()
     parent, before = os.getpid(), shared_memory("self")  # of tests before this one
     module = Ending(fails if end == "an error" else lambda: os.kill(parent, 2))
     with pytest.raises((ArithmeticError, SystemExit)) as kept:
         quiet(max_epochs=100).fit(module)
     gc.collect()
     assert kept.value.__traceback__ is not None
-    assert shared_memory("self") == before
+    assert set(shared_memory("self")) <= set(before)  # collections since may have freed some
     step = torch.load("interrupted.ckpt", weights_only=True)["global_step"]
     (again := quiet(max_steps=step + 5)).fit(BoringModel(), ckpt_path="interrupted.ckpt")
     assert again.global_step == step + 5
