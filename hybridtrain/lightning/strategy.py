@@ -89,7 +89,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         workers_per_device: how many workers share one device.
         start_method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or ``"auto"``: fork where that is
             safe (Linux, CUDA not yet initialised), else spawn.
-        threads_per_worker: torch threads of each worker; ``"auto"``: cores divided by workers.
+        threads_per_worker: threads of torch and of BLAS in each worker; ``"auto"``: cores divided
+            by workers.
         stop_grace_s: how long workers may take to stop after Ctrl-C or a failure, in seconds.
         device_memory_fraction: of its GPU, for each worker, above 0 and up to 1; ``None``: no limit
             for one alone, and where several workers have one, equal shares until it is measured

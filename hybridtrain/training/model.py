@@ -178,13 +178,28 @@ def _arrays(given: Any) -> dict[str, Any]:
                 f"{what}: {shown(array)} was given; give a numpy array, a torch tensor, a dict of "
                 "them, or a torch.nn.Module"
             )
-        real = array.dtype.kind == "f" if isinstance(array, plain) else array.is_floating_point()
-        if not real:
+        tensor = _from_numpy(what, array) if isinstance(array, plain) else array
+        if not tensor.is_floating_point():
             raise UserError(f"{what} is of {array.dtype}, which has no gradient; use float32")
         here = array.flags.writeable if isinstance(array, plain) else _is_dense_here(array)
         if not here:
             raise UserError(f"{what} must be dense, in host memory, and free to be written to")
     return found
+
+
+def _from_numpy(what: str, given: Any) -> torch.Tensor:
+    """A tensor of the array, which torch has not for each type, order of bytes or mask."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise UserError(f"{what} is a masked array, and a mask has no meaning here; use .filled(0)")
+    try:
+        return torch.from_numpy(np.require(given, requirements=["C", "W"]))
+    except (TypeError, ValueError):
+        is_array = isinstance(given, np.ndarray)
+        found = f"an array of {given.dtype.str}" if is_array else shown(given)
+        raise UserError(
+            f"{what} is {found}; give a torch tensor or a numpy array, of float32 or "
+            "float64 in this machine's order of bytes"
+        ) from None
 
 
 def _is_dense_here(tensor: torch.Tensor) -> bool:
@@ -205,25 +220,28 @@ def _gradient(name: str, value: Any, parameter: torch.nn.Parameter) -> torch.Ten
     if hasattr(value, "tocoo"):  # scipy's
         matrix = value.tocoo()
         where = torch.from_numpy(np.stack([matrix.row, matrix.col]).astype(np.int64))
-        value = torch.sparse_coo_tensor(where, torch.from_numpy(matrix.data), matrix.shape)
+        data = _from_numpy(f"the gradient of {name}", matrix.data)
+        value = torch.sparse_coo_tensor(where, data, matrix.shape)
     if not isinstance(value, torch.Tensor):
-        try:
-            value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
-        except TypeError:
-            raise UserError(
-                f"the gradient of {name} is {shown(value)}; give a numpy array or a torch tensor"
-            ) from None
+        value = _from_numpy(f"the gradient of {name}", value)
     if tuple(value.shape) != shape:
         raise UserError(
             f"the gradient of {name} has the shape {tuple(value.shape)}, and the parameter {shape}"
         )
-    return value.detach().to(parameter.dtype)
+    return _real(name, value).detach().to(parameter.dtype)
+
+
+def _real(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.is_complex():
+        raise UserError(f"the gradient of {name} is complex, and the parameter real; use .real")
+    return gradient
 
 
 def _rows(name: str, value: Sequence[Any], parameter: torch.nn.Parameter) -> torch.Tensor:
     """A sparse gradient of some rows."""
     numbers, values = np.asarray(value[0]), value[1]
-    dense = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.asarray(values))
+    plain = not isinstance(values, torch.Tensor)
+    dense = _real(name, _from_numpy(f"the gradient of {name}", values) if plain else values)
     n_rows, *rest = parameter.shape or (0,)
     if numbers.ndim != 1 or tuple(dense.shape) != (len(numbers), *rest):
         raise UserError(

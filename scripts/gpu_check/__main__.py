@@ -16,7 +16,7 @@ from gpu_check.check import LEFT_OUT, RIGHT, WRONG, Check, Verdict, run
 from gpu_check.plan import checks
 
 WELL, NOT_WELL, NO_ENVIRONMENT, NO_GPU = 0, 1, 2, 3
-NEEDED = ("torch", "pytorch_lightning", "numpy", "rich")  # the strategy's own
+NEEDED = ("torch", "pytorch_lightning", "numpy", "rich", "threadpoolctl")  # the strategy's own
 USEFUL = (
     "pytest",
     "hydra",

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_info
 
 import hybridtrain
 from hybridtrain import Server, Worker
@@ -509,6 +510,9 @@ def test_data_keep_their_form() -> None:
     ("made", "said"),
     [
         (lambda: Server({"w": [1.0]}, optimizer=SGD), r"parameter 'w': \[1.0\] was given"),
+        (lambda: Server({"w": np.zeros(2, ">f4")}, optimizer=SGD), "'w' is an array of >f4"),
+        (lambda: Server({"w": np.zeros(2, np.longdouble)}, optimizer=SGD), "an array of <f16"),
+        (lambda: Server({"w": np.ma.zeros(2)}, optimizer=SGD), "a masked array"),
         (lambda: Server({"w": np.zeros(2, int)}, optimizer=SGD), "int64, which has no gradient"),
         (lambda: Server({}, optimizer=SGD), "the model has no parameters"),
         (lambda: Server(X, "asink", optimizer=SGD), r"asink was given \(did you mean async"),
@@ -541,6 +545,9 @@ def test_bad_input_is_refused_before_a_process_starts(made: Any, said: str) -> N
         ({"v": np.ones(4)}, r"worker 0, epoch 0.*'v' was pushed.*the model has w, b"),
         ({"w": np.ones(3)}, r"gradient of w has the shape \(3,\), and the parameter \(4,\)"),
         ({"w": "x"}, "the gradient of w is 'x'"),
+        ({"w": np.ones(4, ">f4")}, "the gradient of w is an array of >f4"),
+        ({"w": np.ones(4, complex)}, "the gradient of w is complex"),
+        ({"w": np.ma.ones(4)}, "the gradient of w is a masked array"),
         (np.ones(4), "gradients of type ndarray were pushed"),
         ({"w": (np.array([9]), np.ones(1))}, "rows 9 to 9, and the parameter has 4"),
         ({"w": (np.array([1]), np.ones(2))}, r"must be \(1,\)"),
@@ -568,6 +575,17 @@ def test_a_body_that_never_asks_for_its_data_is_told_so() -> None:
         Server(weights(), optimizer=SGD).run(idle, data=X)
     with pytest.raises(UserError, match=r"give run\(data=...\) some"):
         Server(weights(), optimizer=SGD).run(descend)
+
+
+def blas_threads(worker: Worker) -> set[int]:
+    for _ in worker.batches():
+        worker.push(None)
+    return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+
+def test_numpy_has_as_many_threads_in_a_worker_as_torch() -> None:
+    server = Server(weights(), optimizer=SGD, threads_per_worker=1)
+    assert server.run(blas_threads, workers=2, data=X) == [{1}, {1}]
 
 
 def test_a_replaced_array_is_refused() -> None:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from threadpoolctl import threadpool_limits
 
 from hybridtrain.monitoring.hang_detector import Doing, Heartbeat
 from hybridtrain.protocol.messages import Stopped
@@ -193,6 +194,7 @@ def _prepare_process(birth: WorkerStart) -> None:
     keep_freed_memory()
     yield_when_woken()
     torch.set_num_threads(birth.threads)
+    threadpool_limits(birth.threads, user_api="blas")  # numpy's, of the loop of a user
     torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
 
 
