@@ -48,7 +48,8 @@ _Time = Annotated[float, Range(0, open="(", infinite=True)]
 OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("run", "hosts", *_TEXTS), str),
     **REPORT,
-    **dict.fromkeys(("workers", "batch_size", "mini_batches"), Positive),
+    "workers": Annotated[int, Range(1, MOST_WORKERS)],
+    **dict.fromkeys(("batch_size", "mini_batches"), Positive),
     **dict.fromkeys(("data_shards", "data_visit", "epoch"), Positive),
     **dict.fromkeys(("seed", "parameters"), Natural),
     **dict.fromkeys(("compute.shift", "compute.alpha", "compute.sigma"), float),

@@ -98,7 +98,8 @@ def test_ten_thousand_workers_are_no_trouble(size: str) -> None:
     ("arguments", "text"),
     [
         (["strategy=hybird"], "strategy=hybird was given (did you mean hybrid?)"),
-        (["workers=0"], "workers=0 was given; it must be a whole number from 1 on"),
+        (["workers=0"], "workers=0 was given; it must be a whole number from 1 to 10000"),
+        (["workers=2,10001"], "workers=10001 was given; it must be a whole number from 1 to"),
         (["workers=2,x"], "workers=x was given"),
         (["worker=3"], "(did you mean workers?)"),
         (["compute=gamma"], "compute='gamma' was given; known are constant"),

@@ -299,8 +299,9 @@ def test_measured_times_are_read_from_files(tmp_path: Path, name: str) -> None:
     wanted = {0: [0.25, 0.5], 1: [1.0]}
     lines = ["worker,seconds", "0,0.25", "1,1.0", "0,0.5"]
     text = json.dumps(wanted) if name.endswith("json") else "\n".join(lines)
-    (tmp_path / name).write_text(text)
-    assert read_times(tmp_path / name) == wanted
+    for mark in ("", "\ufeff"):  # as spreadsheets write it
+        (tmp_path / name).write_text(mark + text)
+        assert read_times(tmp_path / name) == wanted
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def read_times(path: Path) -> dict[int, list[float]]:
     Raises:
         UserError: naming the file and what is wrong with it.
     """
-    text = read_text(path, "service times from")
+    text = read_text(path, "service times from", "utf-8-sig")  # spreadsheets write a mark first
     try:
         pairs = list(_json(text) if path.suffix == ".json" else _csv(text))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
