@@ -273,6 +273,10 @@ def test_a_comparison_that_was_broken_off_goes_on_as_it_would_have(
     rows = [(x["strategy"], x["values"], x["train_s"]["median"]) for x in content()["strategies"]]
     rate = {"optimizer.lr": "0.002"}
     assert rows == [("hybrid", rate, 2), ("async", rate, 3)]
+    more = command("-m", "resume=jobs", "seeds=5")
+    assert (more.code, len(jobs)) == (0, 6 - at_most + 4 * 2), more.err
+    assert [x["seeds"] for x in content()["strategies"]] == [5, 5]
+    assert "all jobs of this sweep have finished" in command("-m", "resume=jobs").err
 
 
 RATE = {"optimizer.lr": "0.1"}

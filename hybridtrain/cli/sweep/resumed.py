@@ -40,7 +40,7 @@ from hybridtrain.util.option_types import is_number, misfit
 
 SWEEP_FILE = "sweep.json"
 _SEARCH = ("hydra/sweeper", "hydra.sweeper")
-_LENGTH = "hydra.sweeper.n_trials"  # a search may be made longer
+_LENGTHS = ("hydra.sweeper.n_trials", "seeds")  # a search, a comparison may be made longer
 _CONTENT = {
     **{key: [str] for key in ("overrides", "hydra", "config_dirs")},
     "finished": bool,
@@ -129,7 +129,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
                 f"resume={directory}: this sweep had other options: {', '.join(other[:5])}; leave "
                 "them out to go on as it was"
             )
-        if former.finished and _LENGTH not in typed:
+        if former.finished and typed.keys().isdisjoint(_LENGTHS):
             raise UserError(f"resume={directory}: all jobs of this sweep have finished")
         claim(directory, f"resume={directory}", "end that sweep first, or wait")
         return _going_on(directory, former, typed)
@@ -155,7 +155,7 @@ def _choosing(options: dict[str, str]) -> dict[str, str]:
     return {
         key.lstrip("+~"): text
         for key, text in options.items()
-        if key not in (*ASIDE, *_PLACES, _LENGTH)
+        if key not in (*ASIDE, *_PLACES, *_LENGTHS)
         and (not key.startswith("hydra") or key.startswith(_SEARCH))
     }
 
