@@ -194,8 +194,12 @@ def _model(about: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": about["model"].get("_target_")} if about.get("model") else {}
 
 
+def _policy(strategy: Mapping[str, Any]) -> Any:
+    return strategy.get("policy") or "hybrid"
+
+
 def _name(strategy: Mapping[str, Any]) -> str:
-    policy = strategy.get("policy", "hybrid")
+    policy = _policy(strategy)
     return str(policy if isinstance(policy, str) else policy.get("name"))
 
 
@@ -204,13 +208,13 @@ def _lag(run: Run, strategy: Mapping[str, Any], seen: Observed) -> tuple[float, 
     effective, staleness = run.figure("effective_batch"), run.figure("staleness", "mean")
     if effective is not None:
         return max(1.0, effective / seen.batch_size), staleness or 0.0
-    policy = make_policy(strategy.get("policy", "hybrid"))
+    policy = make_policy(_policy(strategy))
     return float(policy.begin(seen.n_workers).gathers * _steps(strategy)), 0.0
 
 
 def _steps(strategy: Mapping[str, Any]) -> int:
     """Mini-batches of a contribution."""
-    policy = make_policy(strategy.get("policy") or "hybrid")
+    policy = make_policy(_policy(strategy))
     return exchange_of(policy, strategy.get("exchange")).steps
 
 

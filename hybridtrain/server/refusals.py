@@ -41,8 +41,8 @@ def too_early(policy: object, worker: int) -> str:
     """The policy releases a worker that does not wait."""
     return (
         f"policy {as_typed(policy)} ordered a Release before training began, when worker {worker} "
-        "joined; nobody waits then: on Joined, order only WakeAt, or Release of workers that have "
-        "pushed"
+        "joined; nobody waits then: on Joined, order only SetTimer, or Release of workers that "
+        "have pushed"
     )
 
 

@@ -214,6 +214,13 @@ def test_what_is_piped_has_its_full_width_and_says_what_was_left_out(
     assert any(row.startswith("seconds to target: of training;") for row in rows)
 
 
+def test_a_record_that_names_no_policy_is_of_hybrid(tmp_path: Path) -> None:
+    recorded(tmp_path / "run", [1.0, 1.0], policy=None)
+    (tmp_path / "run" / "summary.json").write_text('{"exit": 0}')
+    run = evidence(tmp_path / "run")
+    assert (run.strategy, run.gathers, run.steps) == ("hybrid", 2.0, 1)
+
+
 def test_a_codec_makes_rows_smaller(tmp_path: Path) -> None:
     run = left(tmp_path / "run", size_bytes=4000)
     sizes = "hosts=2x2,2x2:network.bandwidth=1e3"
