@@ -160,9 +160,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Nothing leaves, but the worker needs the answer to what it has offered ``later``: when it is
-    there, the exchange is to take it, and the worker goes on.
-    """
+    """Wait for the answer to an earlier ``Offer(later=True)``; then ``take`` gets the masters."""
 
 
 Leaving = Offer | Await | None  # ``None``: computing goes on
@@ -177,7 +175,7 @@ class Local(Protocol):
     """What an exchange sees of one worker, for one of its optimizers; lists are in one order."""
 
     parameters: list[torch.Tensor]  # the worker's own
-    fresh: bool  # they are as they are now: nobody moves them while this worker computes
+    fresh: bool  # the masters do not change while this worker computes
     worker: int  # its number
     workers: int  # how many train
     ends: bool  # where all meet: training has ended, or the epoch has
@@ -194,7 +192,7 @@ class Local(Protocol):
 
     @property
     def samples(self) -> float:
-        """Behind these gradients."""
+        """The number of samples in these gradients."""
         ...
 
     @property
@@ -212,16 +210,15 @@ class Local(Protocol):
         ...
 
     def moved(self, places: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """How far: the masters as this worker has read them last, less its own parameters.
+        """The masters, as this worker has read them last, minus its own parameters.
 
-        Of these places of the lists, or of all. To be handed over: they may lie where the next
-        offer will.
+        Of these places of the lists, or of all. For the next offer, whose memory may hold them.
         """
         ...
 
 
 class Ways(Protocol):
-    """The ways in which a worker can step; each returns what steps, as the world has it."""
+    """Each method sets up one kind of worker steps, and returns what makes them, if anything."""
 
     def hand_over_gradients(self, codec: Any) -> Any:
         """Each step's gradient goes to the server, encoded by the codec, if there is one."""
@@ -240,8 +237,9 @@ class Ways(Protocol):
 class Exchange(Protocol):
     """What workers hand over, and what they compute with.
 
-    Where they hand over every step's gradient (``parameters = "read"``) or write to the masters
-    (``"shared"``), that is all there is to say. ``update``: how the masters move, unless the user
+    With ``parameters = "own"`` workers step parameters of their own: :class:`LocalExchange`. Where
+    they hand over every step's gradient (``"read"``) or write to the masters (``"shared"``), no
+    further method is needed. ``update``: how the masters move, unless the user
     says (``strategy.update``): the user's own optimizer (``"user"``), which gets the mean of the
     gradients or what a merge rule makes of them; or the mean of what was handed over is subtracted
     (``"mean"``). ``keeps``: workers continue from parameters of their own where all have handed
@@ -297,9 +295,8 @@ class LocalExchange(Exchange, Protocol):
         ...
 
     def flush(self, local: Local) -> Leaving:
-        """An epoch or training ends (or all who run freely meet): what is left is handed over.
-
-        ``None``: there has been no step since the last offer.
+        """Hand over the steps since the last exchange: an epoch or training ends, or all
+        free-running workers meet. ``None``: there has been no step since.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a policy and an exchange together rely on, each need with a name of its own."""
+"""Requirements of a policy and an exchange on the rest of the system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridtrain.memory import UpdateMaker
 from hybridtrain.policies import Needs, Policy
 from hybridtrain.util.option_types import as_typed
 
-Place = Literal["masters", "copy", "own", "shared"]
+ParameterSource = Literal["masters", "copy", "own", "shared"]
 Data = Literal["shares", "queue", "dealt"]
 
 
@@ -27,42 +27,31 @@ class Inside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What the rest of the system may rely on, and has to provide.
+    """What the rest of the system may rely on, and has to provide. Records have these names.
 
-    ``whole_rounds``: nobody computes while an update is applied, and all workers step equally
-    often. ``parameters``: workers compute with the ``"masters"``, which they only read; with a
-    ``"copy"`` that every release renews; with their ``"own"``, which their own optimizers move; or
-    with ``"shared"`` masters, which they write to. ``data``: fixed ``"shares"`` of every epoch,
-    one shared ``"queue"``, or mini-batches ``"dealt"`` in turn. ``counts``: whose count of steps is
-    the training's: each ``"worker"``'s (all are equal), or the ``"server"``'s of updates. For
-    ``holds``, ``drops_late`` and ``watches_loss`` see :class:`hybridtrain.policies.Needs`.
-    ``private_state``: workers that write to the masters each have optimizer state of their own.
-    ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
-    number does, and which. ``asks``: workers ask before their first mini-batch. ``free``: nobody is
-    made to wait. ``everyone``: an update is one gradient of each worker, and nothing else.
-    ``together``: so many workers, those of a host, go on together, and one of them hands over for
-    all; they take the mean of each step's gradients, or, ``mean_every`` so many, of parameters.
-    ``evaluates``: an update is an evaluation of the whole loss, which an epoch makes; ``backs_up``:
-    near its end, idle workers process mini-batches of others, too.
+    ``parameters``: workers compute with the ``"masters"``, which they only read; with a ``"copy"``
+    that every release renews; with their ``"own"``, which their own optimizers move; or with
+    ``"shared"`` masters, which they write to. ``data``: fixed ``"shares"`` of every epoch, one
+    shared ``"queue"``, or mini-batches ``"dealt"`` in turn.
     """
 
-    whole_rounds: bool = True
-    parameters: Place = "masters"
+    whole_rounds: bool = True  # no worker computes during an update, and all step equally often
+    parameters: ParameterSource = "masters"
     data: Data = "shares"
-    counts: Literal["worker", "server"] = "worker"
-    holds: bool = False
-    drops_late: bool = False
-    watches_loss: bool = False
-    private_state: bool = False
-    gathers: int = 1
-    later: tuple[int, int] | None = None
-    asks: bool = False
-    free: bool = False
-    everyone: bool = False
-    evaluates: bool = False
-    backs_up: bool = False
-    together: int = 1
-    mean_every: int = 0
+    counts: Literal["worker", "server"] = "worker"  # whose steps are the training's step count
+    holds: bool = False  # gradients may be accumulated on the server, which takes one more row
+    drops_late: bool = False  # gradients of parameters before the last update are dropped
+    watches_loss: bool = False  # pushes carry the loss
+    private_state: bool = False  # of the optimizer, in each worker that writes to the masters
+    gathers: int = 1  # mini-batches of an update, as a rule
+    later: tuple[int, int] | None = None  # (update, n): from this update on, n mini-batches
+    asks: bool = False  # workers ask before their first mini-batch
+    free: bool = False  # every push is an update, and its worker is released at once
+    everyone: bool = False  # an update is one gradient of each worker, and nothing else
+    evaluates: bool = False  # an epoch computes the whole loss once, and an update uses it
+    backs_up: bool = False  # near an epoch's end, idle workers process mini-batches of others, too
+    together: int = 1  # workers of a host that act as one; the first of them pushes for all
+    mean_every: int = 0  # steps between means of their parameters; 0: of each step's gradients
 
     @property
     def means_gradients(self) -> bool:
@@ -96,7 +85,7 @@ class Requirements:
 
     @property
     def may_go_ahead(self) -> bool:
-        """Whether a worker can tell, before the release of a push that counts, what it is told.
+        """Whether a worker can predict the release of a push that counts.
 
         Where all step together, or where the push is part of an update by then.
         """
@@ -154,12 +143,12 @@ def combine(
     if inside is not None:
         _check_inside(policy, needs, exchange, inside)
     exchange.check(n_workers, needs.whole_rounds)
-    place: Place = "masters" if needs.whole_rounds else "copy"
+    source: ParameterSource = "masters" if needs.whole_rounds else "copy"
     free: Data = "dealt" if needs.turns else "queue"
     later, steps = needs.later, exchange.steps
     return Requirements(
         whole_rounds=needs.whole_rounds,
-        parameters=place if exchange.parameters == "read" else exchange.parameters,
+        parameters=source if exchange.parameters == "read" else exchange.parameters,
         data="shares" if needs.whole_rounds else free,
         counts="worker" if needs.whole_rounds else "server",
         holds=needs.holds,

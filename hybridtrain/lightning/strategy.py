@@ -424,7 +424,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
 
     @property
     def _all_come(self) -> bool:
-        """Whether the others do what this worker does, or run freely and do not wait."""
+        """Whether this worker may exchange here: all workers do, or they run freely."""
         stop = self.client.stop
         stopped = stop is not None and stop.behind is None
         return not (stopped or self.client.solo or self.tells) and not (
@@ -433,7 +433,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
 
     @property
     def _all_meet(self) -> bool:
-        """Whether all workers meet here."""
+        """Whether this worker may start a collective operation here: all workers do."""
         return self._all_come and not self.collectives.local and not self._alone
 
     @property
@@ -532,7 +532,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
                 session.put_back()
 
     def decide_on_checkpoint(self) -> None:
-        """``ModelCheckpoint`` names a checkpoint: of this update, which must not be broken off."""
+        """Freeze the version before ``ModelCheckpoint`` builds the name of the file."""
         self.client.settle()
         if self._saves_one_update and self.collectives.local:
             self.before_checkpoint()

@@ -7,7 +7,7 @@ record does not say is modelled:
 rest, a device's. ``g`` workers of a host that are released together need all their threads at the
 same time, the ``W - g`` others ``u`` cores each (processor time over computing time): of ``C``
 cores each gets less, and the processor's part takes ``max(1, (g threads + (W - g) u) / C)`` times
-as long. What of this was in the recorded run is taken out of its times first.
+as long. The contention of the recorded run is removed from its times first.
 
 *Between two mini-batches* lie messages and wake-ups. The run's own strategy is simulated from its
 times; what its measured speed lacks is added to each contribution, however slow its worker is.

@@ -3,10 +3,9 @@
 Theory of operation. The record holds the computing time of each mini-batch and the order in which
 the workers' messages came. A worker is released a computing time before its next push. From the
 push before that (the last that the server waited for) to the release lies an update, with the
-replies' way. The record has some pushes of updates that workers make themselves too late, so of as
-many of these gaps as there are workers the shortest counts, and of those the median. All workers
-have met where each has asked for a meeting since its last push: at the end of an epoch, or for a
-validation.
+replies' way. The record has some pushes of updates that workers make themselves too late, so the
+update's time is the median of the minima of every W of these gaps. All workers have met where each
+has asked for a meeting since its last push: at the end of an epoch, or for a validation.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ worker is left, one starts from the last progress report (``kept``) and answers 
 soon as it waits in its step, since it may wait for them. Before the first report all begin anew.
 If the system refuses to start a process, the roster retries, and calls the worker anew.
 
-An announced restart takes place, or the user reads why not: training is over, or the run ends.
+If an announced restart is cancelled (training is over, or the run ends), the roster says why.
 
 At the end of a run all workers are asked to stop. The first that has stopped writes the last
 checkpoint, and the next one if it fails; a restarted worker without a step is not waited for.

@@ -41,7 +41,7 @@ from operator import itemgetter
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, StepRequest, Ticket
 from hybridtrain.protocol.spans import Span, Spans, common, merged, split, total, without
 
-NOBODY = -1  # holds what will be part of an update, whoever has done it
+NOBODY = -1  # owns accumulated mini-batches, so that they stay done if the worker is lost
 _PLENTY = 4  # a worker draws at once a quarter of its share of what is left
 
 
@@ -320,14 +320,14 @@ class BatchQueue:
                 self._passes[cover.lap].settle(worker, cover.spans)
 
     def claim(self, worker: int, batch: DrawnBatch) -> tuple[bool, list[int]]:
-        """The worker has processed the mini-batch: whether it counts, and who does it in vain."""
+        """Whether the mini-batch counts for this worker, and which others process it in vain."""
         one = self._passes.get(batch.lap)
         return (False, []) if one is None else one.claim(worker, batch.spans)
 
     def keep(self, worker: int, covers: Sequence[DrawnBatch]) -> int:
-        """These mini-batches are done, but a checkpoint begins the pass anew; returns their holder.
+        """Mark accumulated mini-batches done; returns their owner.
 
-        Where the worker is lost, they are not done again.
+        They are not done again if the worker is lost, but a checkpoint begins the pass anew.
         """
         for cover in covers:
             if cover.lap in self._passes:

@@ -196,10 +196,10 @@ class WorkerSession:
         self.replica.keep_sparse(sparse_numbers(self._optimizers, numbers))
 
     def _hand_over(self, version: int, last: int | None = None) -> list[tuple[int, ...]]:
-        """Put remote controls into the optimizers; returns their slot numbers.
+        """Replace each ``optimizer.step`` with a ``WorkerStep``; returns the slot numbers.
 
-        Those that have one already (where only others were replaced) stay as they are, here and in
-        the server.
+        The leader sends the optimizers to the server. Those that have a step of this session
+        (where only others were replaced) stay as they are, here and in the server.
         """
         numbers = [slot_numbers(optimizer, self._number_of) for optimizer in self._optimizers]
         known = {id(step): n for n, step in enumerate(self.steps)}
@@ -279,7 +279,7 @@ class WorkerSession:
         return self.replica.shows_masters
 
     def put_back(self) -> None:
-        """Training goes on: what the module had for others to see is put away."""
+        """Restore the worker's own parameters in the module, if it has the masters."""
         self.replica.put_back()
 
     def begin_samples(self, samples: float, together: float | None = None) -> None:
@@ -309,12 +309,15 @@ class WorkerSession:
     def owes(self) -> bool:
         """Whether the masters lack steps that all workers have made since the last exchange.
 
-        Who goes on from a checkpoint that one worker makes alone now does them again.
+        A run that is resumed from a checkpoint that one worker writes now repeats them.
         """
         return self._requirements.whole_rounds and any(step.owes for step in self.steps)
 
     def flush(self, ends: bool = False) -> None:
-        """Hand over what this worker's own steps have come to, where all do so."""
+        """Push the result of this worker's own steps. In lock-step all workers call it.
+
+        ``ends``: the epoch or training ends.
+        """
         self.put_back()  # a checkpoint may have been made since the last step
         for step in self.steps:
             step.flush(ends)

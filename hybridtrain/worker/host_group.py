@@ -25,7 +25,7 @@ _NAP_S = 0.0005  # between two looks, where workers cannot wake one another
 
 
 class HostGroup:
-    """The workers of this host, for one of them.
+    """One worker's view of the workers of its host.
 
     Args:
         client: to the server.
@@ -49,7 +49,7 @@ class HostGroup:
         return self._place == 0
 
     def average(self, request: Average) -> Averaged:
-        """Bring the mean of the gradients in the rows to the row for means."""
+        """Write the mean of the gradients in the workers' rows to the row for means."""
         brings = set(range(len(self.means))).difference(request.row.absent)
         self._weight = self.mean(request.weight, brings)
         return Averaged(self._round.absent)
@@ -60,7 +60,7 @@ class HostGroup:
         return weight
 
     def mean(self, weight: float, brings: Collection[int] = ()) -> float:
-        """Bring the mean of the rows to the row for means; the weight of all."""
+        """Write the mean of the rows to the row for means; returns the sum of the weights."""
 
         def make(weights: Sequence[float]) -> None:
             rows = enumerate(weights, self.first)
@@ -73,7 +73,7 @@ class HostGroup:
         self._client.settle()
 
     def sum(self, weight: float) -> float:
-        """The weight of all."""
+        """The sum of the weights of this host's workers."""
         return self._meet(weight, (), lambda weights: None)
 
     def _meet(self, weight: float, brings: Collection[int], make: Any) -> float:

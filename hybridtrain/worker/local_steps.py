@@ -32,7 +32,7 @@ class Parameters(Protocol):
 
 
 class LocalSteps:
-    """Of one optimizer, whose state is this worker's own.
+    """One optimizer's steps on this worker's own parameters; its state is the worker's own, too.
 
     Args:
         optimizer: the user's.
@@ -44,7 +44,7 @@ class LocalSteps:
         workers: how many train.
 
     Raises:
-        UserError: if the optimizer evaluates its closure as it pleases.
+        UserError: if the optimizer evaluates its closure several times in a step.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class LocalSteps:
 
 
 class _Brought(Sequence[torch.Tensor]):
-    """Tensors of the host, each brought to where another one is when it is looked at."""
+    """Host tensors; indexing copies one to the device of its counterpart, if that is another."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
         self._tensors, self._others = tensors, others

@@ -1,4 +1,4 @@
-"""What lies around a client: its world's connection and bells, and the parts of the worker."""
+"""Interfaces of a client: its connection, the wake-ups of other workers, and its callbacks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bells(Protocol):
 
 
 class Listeners:
-    """What the client calls in the other parts of its worker; each part says so once."""
+    """Callbacks of the client; each part of its worker registers its own once."""
 
     def __init__(self) -> None:
         self.change: Callable[[], object] = lambda: None

@@ -1,8 +1,8 @@
-"""What a checkpoint has of optimizers besides the user's own: of the masters, and of each worker.
+"""Save and load the state of the masters' optimizer and each worker's own state.
 
-A checkpoint is written by one worker. Its optimizer's state is where Lightning and plain PyTorch
-look for one. Beside it lies that of the masters' own optimizer, if there is one, and where workers
-train on their own what is each worker's alone: moments, the exchange's memory, parameters.
+One worker writes the checkpoint. The state of the user's optimizer is where Lightning and plain
+PyTorch look for it. Beside it are the state of the masters' own optimizer, if there is one, and,
+where workers train on their own, each worker's moments, exchange state and parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ States = dict[int, dict[str, Any]]  # by worker
 
 
 class SavedStates:
-    """Into checkpoints, and back.
+    """Saves the states into checkpoints, and loads them.
 
     Args:
         client: to the server, and to the other workers.
@@ -41,7 +41,7 @@ class SavedStates:
     # ---- back -----------------------------------------------------------------------------------
 
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Of a checkpoint; what is not the user's own is for when training begins."""
+        """Load an optimizer's state, and keep the masters' and workers' parts until training."""
         own = dict(state)
         if (masters := own.pop(MASTERS, None)) is not None:
             self._masters[id(optimizer)] = masters
@@ -69,7 +69,7 @@ class SavedStates:
         return made
 
     def take_back(self, steps: Sequence[WorkerStep]) -> None:
-        """This worker goes on with what was its own; if there is nothing, with the saver's."""
+        """Restore this worker's own state, or if there is none the saving worker's."""
         for step in steps:
             states = self._inner.pop(id(step.optimizer), {})
             if not states or not step.own_state():
@@ -82,7 +82,7 @@ class SavedStates:
     # ---- into -----------------------------------------------------------------------------------
 
     def gather(self, steps: Sequence[WorkerStep]) -> None:
-        """All must come. Tensors travel in nameless files, not in messages."""
+        """Collective: the leader receives the states of all, as nameless files, not as messages."""
         client = self._client
         own = [step.own_state() for step in steps]
         self._gathered = [{} for _ in own] if client.is_leader else []

@@ -111,7 +111,7 @@ class Session(WorkerSession):
         return self.saved.masters_of(optimizer, self._update, own)
 
     def gather_states(self) -> None:
-        """All meet, see the masters, and the one who saves gets what is each worker's own."""
+        """Collective: show the masters, and gather each worker's own state at the saving worker."""
         self.saved.gather(self.steps)
         self.catch_up()
 

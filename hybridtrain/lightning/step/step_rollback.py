@@ -1,11 +1,10 @@
-"""What Lightning counts is provisional until the release has come.
+"""Undo Lightning's counters and schedulers if a step is aborted.
 
-In lock-step a worker may go on before that (see
+In lock-step a worker may go on before the release of its step (see
 :mod:`hybridtrain.lightning.step.parameter_readers`), and Lightning counts the step and its
-mini-batch, lets schedulers step, and even ends the epoch. If the round is broken off instead, since
-another worker has stopped or was lost, none of it has happened. Then everything is put back to what
-it was in the step, as in a worker that waits there: the mini-batch is under way, and who goes on
-from a checkpoint does it again.
+mini-batch, lets schedulers step, and even ends the epoch. If another worker stops or is lost, the
+round is aborted. Then all of these get the values that they had in the step, as in a worker that
+waits there: the mini-batch is under way, and a run resumed from a checkpoint repeats it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hybridtrain.worker.client import Client
 
 
 class StepRollback:
-    """Of one worker, whose training begins.
+    """Undoes the aborted steps of one worker, whose training begins.
 
     Args:
         session: of this worker; has the buffers.
@@ -48,10 +47,9 @@ class StepRollback:
             offered.undoing.append(partial(self._put_back, counts, step, is_last))
 
     def give_up(self) -> None:
-        """What is under way will not be made: whoever goes on computes with the same buffers again.
+        """Drop the unfinished step: restore the buffers that its mini-batches have changed.
 
-        Mini-batches whose step was broken off, that wait to be accumulated, or whose step has
-        raised.
+        Their step was aborted or has raised, or they wait to be accumulated.
         """
         if self._loaders.under_way and self._session.buffers is not None:
             self._session.buffers.put_back(self._client.version)

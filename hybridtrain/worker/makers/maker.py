@@ -1,4 +1,4 @@
-"""The contract of all makers: what becomes an update without the server, and what it is told."""
+"""The contract of all makers: apply updates without the server, and report them to it."""
 
 from __future__ import annotations
 
