@@ -55,11 +55,11 @@ from hybridtrain.recovery.failure_policy import Judge
 from hybridtrain.training.scheme import (
     Workers,
     check_parts,
-    may_meet,
     resolve_start_method,
     serving,
     threads_of_a_worker,
     usable_cores,
+    workers_may_update,
     world_of,
 )
 from hybridtrain.worker.client import Client, StopRequested
@@ -184,10 +184,10 @@ class HybridLauncher(Launcher):
         server = serving(strategy, trainer.state.fn == "fit", threads, in_update, traffic)
         interrupt_updates(server, strategy.faults)
         with profiled(trainer, server, strategy.world_size):
-            meets = may_meet(strategy) and not strategy.faults.in_updates and others is None
-            meets = meets or strategy.requirements.together > 1
+            own = workers_may_update(strategy) and not strategy.faults.in_updates and others is None
+            own = own or strategy.requirements.together > 1
             places = places_of(strategy)
-            world = world_of(strategy, server, judge, way, places, meets, others)
+            world = world_of(strategy, server, judge, way, places, own, others)
             try:
                 with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
                     job.loggers = logger_states(trainer) if start_method == "fork" else []

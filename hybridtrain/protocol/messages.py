@@ -28,12 +28,12 @@ class Share:
     """Request the shared memory for these parameters; ``Shared`` once all workers have.
 
     ``averaging``: gradients are averaged before they are pushed, which needs one more row.
-    ``meets``: this worker can make updates without the server.
+    ``worker_updates``: this worker can make updates itself.
     """
 
     layout: Layout
     averaging: bool = False
-    meets: bool = False
+    worker_updates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

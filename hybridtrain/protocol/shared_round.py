@@ -37,7 +37,7 @@ _ENOUGH = 32  # consecutive rounds after which that number begins at _FEWEST aga
 _S = 1e-9  # times are in nanoseconds
 
 
-class Met(Enum):
+class ArrivalResult(Enum):
     """The outcome of a worker's arrival."""
 
     WAITS = auto()  # for other workers
@@ -122,28 +122,28 @@ class SharedRound:
         number: int,
         arrival: Arrival,
         make: Callable[[Sequence[float]], object],
-    ) -> Met:
+    ) -> ArrivalResult:
         """Register the worker's gradient; the last worker calls ``make`` with all weights."""
         words, figures, line = self._words, self._figures, self._lines[worker]
         with self._lock.held():
             if words[_OFF] >= number or self._is_torn:
-                return Met.CALLED_OFF
+                return ArrivalResult.CALLED_OFF
             words[_USED], words[line + _TOKEN] = 1, arrival.token
             words[line + _CAME_AT] = time.monotonic_ns()
             figures[line + _WEIGHT], figures[line + _SAMPLES] = arrival.weight, arrival.samples
             words[line + _ROUND] = number
             if any(words[each + _ROUND] != number for each in self._lines):
-                return Met.WAITS
+                return ArrivalResult.WAITS
             if len({words[each + _TOKEN] for each in self._lines}) > 1:
                 self._put_off(number)
-                return Met.CALLED_OFF
+                return ArrivalResult.CALLED_OFF
             words[_MAKING] = number
             make([figures[each + _WEIGHT] for each in self._lines])
             words[_MADE] = 2 * number + self._count(line)
             words[_STEADY] += 1
             if words[_STEADY] >= _ENOUGH:
                 words[_GAP] = _FEWEST
-        return Met.MADE
+        return ArrivalResult.MADE
 
     def _put_off(self, number: int) -> None:
         """Under the lock: leave this round and some more to the server."""

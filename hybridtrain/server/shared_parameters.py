@@ -30,7 +30,8 @@ def shared_store(shares: Mapping[int, Share], n_workers: int, requirements: Requ
                 f"{_first_difference(share.layout, other.layout)}; every worker must build the "
                 "same module (same code, same seed, same configuration)"
             )
-    return made_store(share.layout, n_workers, requirements, share.averaging, None, share.meets)
+    averaging, own = share.averaging, share.worker_updates
+    return made_store(share.layout, n_workers, requirements, averaging, None, own)
 
 
 def _first_difference(one: Layout, other: Layout) -> str:
@@ -50,17 +51,17 @@ def made_store(
     requirements: Requirements,
     averaging: bool,
     arena: Arena | None = None,
-    meets: bool = False,
+    worker_updates: bool = False,
     here: Collection[int] | None = None,
 ) -> Store:
     """The store, over a new arena in the server, and over the same one in each worker.
 
-    ``meets``: worker and module permit updates without the server. ``here``: the workers of this
-    host, if not all are. This is where the run's :class:`UpdateMaker` is chosen.
+    ``worker_updates``: worker and module permit updates without the server. ``here``: the workers
+    of this host, if not all are. This is where the run's :class:`UpdateMaker` is chosen.
     """
     wants = requirements
     maker = wants.maker
-    if maker.borrows and not (meets and not averaging and may_be_lent(layout, maker)):
+    if maker.borrows and not (worker_updates and not averaging and may_be_lent(layout, maker)):
         maker = UpdateMaker.SERVER
     words = 0
     if maker is UpdateMaker.LAST_WORKER:

@@ -195,7 +195,7 @@ def world_of(
     judge: Judge,
     way: Workers,
     places: Sequence[str],
-    meets: bool,
+    worker_updates: bool,
     others: OtherHosts | None = None,
     report: SlowReport | None = None,
 ) -> ProcessWorld:
@@ -211,12 +211,12 @@ def world_of(
         judge,
         watchdog,
         places,
-        meets,
+        worker_updates,
         others,
     )
 
 
-def may_meet(scheme: Scheme) -> bool:
+def workers_may_update(scheme: Scheme) -> bool:
     """Whether workers may make updates without the server."""
     maker = scheme.requirements.maker
     corrects = maker is UpdateMaker.ONE_BY_ONE and scheme.correction is not None

@@ -190,7 +190,8 @@ class Server(Scheme):
         server = self._serving = scheme.serving(self, True, threads, in_update)
         way, judge, ended = Workers(start, threads), Judge(self.on_failure), False
         report = _Progress(server.statistics.stats, on_progress)
-        world = scheme.world_of(self, server, judge, way, (), scheme.may_meet(self), report=report)
+        own = scheme.workers_may_update(self)
+        world = scheme.world_of(self, server, judge, way, (), own, report=report)
         try:
             results = world.run(partial(work, job))
             ended = True

@@ -96,9 +96,9 @@ class WorkerSession:
         room = room_for(trained.buffers)
         sends = not trained.written
         layout = Layout.of(trained.named, room, trained.transport, sends, trained.sparse)
-        meets = self._may_meet(exchange)
+        own = self._workers_may_update(exchange)
         means = trained.averages or requirements.together > 1
-        self._store = store = client.shared_store(layout, requirements, self._stepped, means, meets)
+        self._store = store = client.shared_store(layout, requirements, self._stepped, means, own)
         self._group = group_of(client, store, requirements.together)
         self._publish()
         client.gather("initial parameters", None)
@@ -123,7 +123,7 @@ class WorkerSession:
         """The optimizers, each with the slot numbers of its parameters."""
         return [(step.optimizer, step.numbers) for step in self.steps]
 
-    def _may_meet(self, exchange: Exchange) -> bool:
+    def _workers_may_update(self, exchange: Exchange) -> bool:
         """Whether an update is one gradient, on the host, stepped by the user's only optimizer."""
         host = self._parameters[0].device.type == "cpu" and codec_of(exchange) is None
         only = len(self._optimizers) == 1 and self._update.is_users

@@ -172,9 +172,9 @@ class Client:
         """This worker has failed: leave what it has begun to the server."""
         self.maker.forget()
         offered = self.offered
-        if offered is None or offered.met is None:
+        if offered is None or offered.unsent is None:
             return
-        if (left := self.maker.leave(offered.met, self.version + 1)) is not None:
+        if (left := self.maker.leave(offered.unsent, self.version + 1)) is not None:
             offered.is_sent()
             self._send_push(left)
 
@@ -200,7 +200,7 @@ class Client:
         needs: Requirements,
         stepped: SteppedOptimizers,
         averaging: bool = False,
-        meets: bool = True,
+        worker_updates: bool = True,
     ) -> Store:
         """Map the shared memory, and choose the maker of updates; waits for all workers.
 
@@ -209,11 +209,11 @@ class Client:
             needs: what policy and exchange require.
             stepped: returns the optimizers, each with the slot numbers of its parameters.
             averaging: add a row for the mean of the gradients.
-            meets: the module permits updates without the server.
+            worker_updates: the module permits updates that workers make themselves.
         """
-        meets = meets and self.bells is not None
-        arena = self.map(Share(layout, averaging, meets))
-        store = made_store(layout, self.n_workers, needs, averaging, arena, meets)
+        worker_updates = worker_updates and self.bells is not None
+        arena = self.map(Share(layout, averaging, worker_updates))
+        store = made_store(layout, self.n_workers, needs, averaging, arena, worker_updates)
         parts = (self.bells, self._log, stepped, self._borrow_flat, self.stats)
         self.maker = made_maker(self.worker, store, *parts)
         return store
@@ -250,8 +250,8 @@ class Client:
         came = self.maker.come(push, self.version + 1, self.is_whole)
         if not came:
             self._send_push(push)
-        met = push if came else None
-        self.offered = PendingPush(then, undoing, push.draws, not push.waits, n_covers, met=met)
+        args = (then, undoing, push.draws, not push.waits, n_covers)
+        self.offered = PendingPush(*args, unsent=push if came else None)
 
     def make(self, step: Callable[[], object], push: Push, then: Taking) -> int:
         """Step the masters without asking the server, and report it later.
@@ -409,7 +409,7 @@ class Client:
     def _await_offered(self) -> None:
         if self.offered is not None:
             offered, self.offered = self.offered, None
-            lost = offered.lost and offered.met is None  # a push that was not sent is not lost
+            lost = offered.lost and offered.unsent is None  # a push that was not sent is not lost
             offered.settle(self._give_up if lost else self.await_release)
 
     def _give_up(self, *_: Any) -> None:
@@ -429,8 +429,8 @@ class Client:
     def await_release(self, then: Taking, push: PendingPush) -> None:
         """Wait for the release of an offered push; profiles time this."""
         released, number = None, self.version + 1
-        if push.met is not None:
-            left = self.maker.wait(push.met, number, self._disturbed)
+        if push.unsent is not None:
+            left = self.maker.wait(push.unsent, number, self._disturbed)
             if left is None:
                 released = Released(number)
             else:

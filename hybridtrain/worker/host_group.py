@@ -66,7 +66,7 @@ class HostGroup:
             rows = enumerate(weights, self.first)
             average({w: Average(share, Row()) for w, share in rows}, self._store, self._pool)
 
-        return self._meet(weight, brings, make)
+        return self._complete_round(weight, brings, make)
 
     def settle(self) -> None:
         """Wait for the answer to a movement that is under way: it lies in the row."""
@@ -74,9 +74,9 @@ class HostGroup:
 
     def sum(self, weight: float) -> float:
         """The sum of the weights of this host's workers."""
-        return self._meet(weight, (), lambda weights: None)
+        return self._complete_round(weight, (), lambda weights: None)
 
-    def _meet(self, weight: float, brings: Collection[int], make: Any) -> float:
+    def _complete_round(self, weight: float, brings: Collection[int], make: Any) -> float:
         """Raises ``StopRequested`` if the run ends meanwhile."""
         number, bells = self._round.come(self._place, weight, brings, make), self._client.bells
         if self._round.is_made(number) and bells is not None:

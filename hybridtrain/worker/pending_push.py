@@ -17,8 +17,8 @@ class PendingPush:
 
     ``draws``: its requests to the shared queue; ``covers``: how many mini-batches it covers.
     ``later``: the worker computes on until it needs the release; ``lost``: none will arrive.
-    ``made``: the worker has made the steps already. ``met``: the push, not sent because the workers
-    meet in shared memory.
+    ``made``: the worker has made the steps already. ``unsent``: the push, while the worker has
+    arrived with it in a shared round.
     """
 
     then: Taking
@@ -28,15 +28,15 @@ class PendingPush:
     covers: int = 0
     lost: bool = False
     made: bool = False
-    met: Push | None = None
+    unsent: Push | None = None
 
     def lose(self) -> None:
         """No release will arrive."""
         self.lost = True
 
     def is_sent(self) -> None:
-        """The workers do not meet: the server has the push."""
-        self.met = None
+        """The shared round is left to the server, which has the push."""
+        self.unsent = None
 
     def settle(self, wait: Callable[[Taking, PendingPush], object]) -> None:
         """Call ``wait`` for the release; if it fails, undo the last change first."""

@@ -69,7 +69,8 @@ class Tap:
 def tapped(lockstep: bool, diary: torch.Tensor, keeps: bool = True) -> Tap:
     """Listen to the run that this process is about to begin."""
     tap = Tap(lockstep, diary, keeps)
-    launcher.may_meet = lambda strategy: False  # or the server hears of rounds when they are over
+    # Or the server hears of rounds when they are over.
+    launcher.workers_may_update = lambda strategy: False
     _listen_to_rounds(tap)
     _listen_to_deaths(tap)
     return tap

@@ -32,14 +32,14 @@ from tests.worker.test_shared_round import round_of as a_round_of
 LOCK_STEP = ({"name": "hybrid"}, {"name": "ssp", "lead": 0}, {"name": "backup", "k": 3})
 
 
-def recording(folder: Path, policy: Any, meets: bool = False) -> tuple[Served, Any]:
+def recording(folder: Path, policy: Any, worker_updates: bool = False) -> tuple[Served, Any]:
     """A recorded run of three workers; the second result closes and reads its record."""
     writer = Writer(folder / "record.bin", KINDS)
     said = header(3)
     said["requirements"]["whole_rounds"] = True
     writer.tell({"header": said})
     make = partial(RecordingServer, writer, timeline=Timeline(3))
-    served = Served(3, make_policy(policy), make=make, meets=meets)
+    served = Served(3, make_policy(policy), make=make, worker_updates=worker_updates)
 
     def read() -> Record:
         writer.close()
@@ -84,7 +84,7 @@ def test_a_worker_that_waited_before_its_push_has_computed_as_long_as_it_has(
 def test_after_a_round_of_the_workers_all_compute_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, read = recording(tmp_path, "hybrid", meets=True)
+    served, read = recording(tmp_path, "hybrid", worker_updates=True)
     clock = SimpleNamespace(monotonic_ns=lambda: round(1e9 * served.now_s))
     monkeypatch.setattr(shared_round, "time", clock)
     served.server.on(Received(0, GetState(flat=True)))

@@ -51,7 +51,7 @@ class Served:
         correction: of late gradients.
         averaging: gradients are averaged before they are pushed.
         make: the server.
-        meets: workers can make updates without the server.
+        worker_updates: workers can make updates without the server.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Served:
         correction: Correction | None = None,
         averaging: bool = False,
         make: Callable[..., Server] = Server,
-        meets: bool = False,
+        worker_updates: bool = False,
     ) -> None:
         self.now_s = 0.0
         self.n_workers = n_workers
@@ -71,7 +71,7 @@ class Served:
         self.server = make(policy or WaitForAll(), n_workers, clock=clock, correction=correction)
         self.parameters = [torch.nn.Parameter(p.clone()) for p in parameters]
         self.layout = Layout.of((f"p{n}", p) for n, p in enumerate(self.parameters))
-        self._optimizers, self._share = optimizers, Share(self.layout, averaging, meets)
+        self._optimizers, self._share = optimizers, Share(self.layout, averaging, worker_updates)
         self._begin()
 
     def _begin(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.memory import Arena
-from hybridtrain.protocol.shared_round import Arrival, Met, SharedRound
+from hybridtrain.protocol.shared_round import Arrival, ArrivalResult, SharedRound
 from tests.support.deaths import Died, Words, dies_at
 
 ONE = Arrival(4.0, 4.0)
@@ -44,10 +44,10 @@ def process(body: Callable[[], object]) -> Iterator[None]:
 def test_the_last_one_makes_it_with_the_weights_of_all() -> None:
     shared, seen = round_of(3), list[Sequence[float]]()
     assert shared.is_first(7) and not shared.used
-    assert shared.come(2, 7, Arrival(1.0, 10.0), never) is Met.WAITS
-    assert shared.come(0, 7, Arrival(2.0, 20.0), never) is Met.WAITS
+    assert shared.come(2, 7, Arrival(1.0, 10.0), never) is ArrivalResult.WAITS
+    assert shared.come(0, 7, Arrival(2.0, 20.0), never) is ArrivalResult.WAITS
     assert not shared.is_first(7) and not shared.is_made(7)
-    assert shared.come(1, 7, Arrival(3.0, 30.0), seen.append) is Met.MADE
+    assert shared.come(1, 7, Arrival(3.0, 30.0), seen.append) is ArrivalResult.MADE
     assert seen == [[2.0, 3.0, 1.0]]
     assert shared.is_made(7) and not shared.is_made(8)
 
@@ -55,7 +55,7 @@ def test_the_last_one_makes_it_with_the_weights_of_all() -> None:
 def test_what_differs_between_workers_is_the_servers() -> None:
     shared = round_of(2)
     shared.come(0, 1, Arrival(1.0, 1.0, token=5), never)
-    assert shared.come(1, 1, Arrival(1.0, 1.0, token=6), never) is Met.CALLED_OFF
+    assert shared.come(1, 1, Arrival(1.0, 1.0, token=6), never) is ArrivalResult.CALLED_OFF
     assert shared.is_off(1) and not shared.is_made(1) and not shared.is_off(2)
 
 
@@ -66,15 +66,15 @@ def test_a_round_is_called_off_unless_it_is_made(come: tuple[int, ...]) -> None:
         shared.come(worker, 1, ONE, lambda weights: None)
     assert shared.call_off(1, never) is (len(come) < 2)
     if len(come) < 2:
-        assert shared.come(1, 1, ONE, never) is Met.CALLED_OFF
-    assert shared.come(0, 2, ONE, never) is Met.WAITS
+        assert shared.come(1, 1, ONE, never) is ArrivalResult.CALLED_OFF
+    assert shared.come(0, 2, ONE, never) is ArrivalResult.WAITS
 
 
 def test_who_has_come_and_been_called_off_does_not_count_in_the_next_round() -> None:
     shared = round_of(2)
     shared.come(0, 1, ONE, never)
     shared.call_off(1, never)
-    assert shared.come(1, 2, ONE, never) is Met.WAITS
+    assert shared.come(1, 2, ONE, never) is ArrivalResult.WAITS
 
 
 def test_an_update_that_was_broken_off_is_put_back() -> None:
@@ -110,7 +110,7 @@ def test_behind_a_round_that_was_called_off_the_server_makes_more_each_time_some
     shared, number, gaps = round_of(2), 1, list[int]()
     for come in (False, True, True, False):
         if come:
-            assert shared.come(0, number, ONE, never) is Met.WAITS
+            assert shared.come(0, number, ONE, never) is ArrivalResult.WAITS
         shared.call_off(number, never)
         after = next(n for n in range(number + 1, number + 99) if shared.may_come(n))
         gaps.append(after - number - 1)
@@ -122,7 +122,7 @@ def test_nobody_goes_on_behind_an_update_that_was_broken_off() -> None:
     shared = round_of(2)
     shared.come(0, 1, ONE, never)
     with process(lambda: shared.come(1, 1, ONE, lambda weights: os._exit(1))):
-        assert shared.come(0, 2, ONE, never) is Met.CALLED_OFF
+        assert shared.come(0, 2, ONE, never) is ArrivalResult.CALLED_OFF
 
 
 def test_an_update_under_way_is_not_called_off() -> None:
@@ -183,7 +183,7 @@ def test_who_dies_at_any_write_leaves_a_round_that_is_made_and_counted_or_neithe
     if made is not None:
         assert list(made.samples) == [4.0, 4.0]
     shared.come(0, 9, ONE, never)
-    assert shared.come(1, 9, ONE, lambda weights: None) is Met.MADE
+    assert shared.come(1, 9, ONE, lambda weights: None) is ArrivalResult.MADE
     after = shared.look(3 if made else 2)
     assert after is not None and list(after.samples) == [4.0, 4.0]
 
@@ -192,5 +192,5 @@ def test_somebody_is_gone_so_the_next_round_is_the_servers() -> None:
     shared = round_of(2)
     shared.come(0, 5, ONE, never)
     shared.call_off_next(4, never, lambda pid, for_s: None)
-    assert shared.is_off(5) and shared.come(1, 5, ONE, never) is Met.CALLED_OFF
-    assert shared.come(1, 6, ONE, never) is Met.WAITS
+    assert shared.is_off(5) and shared.come(1, 5, ONE, never) is ArrivalResult.CALLED_OFF
+    assert shared.come(1, 6, ONE, never) is ArrivalResult.WAITS

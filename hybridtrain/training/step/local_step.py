@@ -137,8 +137,9 @@ class LocalStep(WorkerStep):
         return weight if self._group.leads else 0.0, samples
 
     def timed(self) -> list[tuple[Phase, object, str, str]]:
-        meets = self._group is not None
-        return [(Phase.WAIT, self._group, "_meet", "mean of the host")] if meets else []
+        if self._group is None:
+            return []
+        return [(Phase.WAIT, self._group, "_complete_round", "mean of the host")]
 
     def _take(self, released: Released) -> None:
         self.version = released.version

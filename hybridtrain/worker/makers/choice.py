@@ -44,5 +44,5 @@ def made_maker(
     borrowed = BorrowedUpdate(store, stepped, found)
     if store.maker is UpdateMaker.ONE_BY_ONE:
         return OneByOneMaker(worker, store, borrowed, log)
-    assert bells is not None, "workers without bells do not meet"
+    assert bells is not None, "workers without bells send each push"
     return LastWorkerMaker(worker, round_of(store), bells, borrowed, log)

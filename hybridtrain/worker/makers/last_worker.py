@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from hybridtrain.protocol.messages import Changed, Changes, Clip, Push
-from hybridtrain.protocol.shared_round import Arrival, Met, SharedRound
+from hybridtrain.protocol.shared_round import Arrival, ArrivalResult, SharedRound
 from hybridtrain.updates.base import Contribution
 from hybridtrain.updates.groups import Groups
 from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate, is_usual
@@ -81,10 +81,10 @@ class LastWorkerMaker(Maker):
         self._came_s = time.monotonic()
         arrival = Arrival(push.weight, samples, token)
         met = self.shared.come(self._worker, number, arrival, self._step)
-        if met is Met.CALLED_OFF:
+        if met is ArrivalResult.CALLED_OFF:
             self._call_off(number)
             return False
-        if met is Met.MADE:
+        if met is ArrivalResult.MADE:
             self.bells.ring()
         self.log.made()
         return True

@@ -114,7 +114,7 @@ class Relay:
             self.threads_per_worker,
             bodies,
             self.places,
-            meet=self.requirements.together > 1,
+            worker_updates=self.requirements.together > 1,
             first=self.numbers[0],
             apart=True,
         )

@@ -171,7 +171,7 @@ class ProcessWorld:
         judge: decides after a failure.
         watchdog: finds workers that hang.
         places: the device of each worker, in words.
-        meet: workers may make updates in shared memory without the server.
+        worker_updates: workers may make updates in shared memory, without the server.
         others: the other hosts of the run, if there are any.
     """
 
@@ -183,7 +183,7 @@ class ProcessWorld:
     judge: Judge = field(default_factory=lambda: Judge(OnFailure()))
     watchdog: Watchdog = field(default_factory=Watchdog)
     places: Sequence[str] = ()
-    meet: bool = False
+    worker_updates: bool = False
     others: OtherHosts | None = None
     _failure: BaseException | None = None
     _signals: list[int] = field(default_factory=list)
@@ -243,7 +243,7 @@ class ProcessWorld:
             self.threads_per_worker,
             bodies,
             self.places,
-            self.meet,
+            self.worker_updates,
             apart=self.others is not None,
         )
         return here if self.others is None else self.others.beside(here, self.server)
@@ -321,7 +321,7 @@ class ProcessWorld:
                     if self.server.requirements.whole_rounds and worker not in members:
                         self._on(Removed(worker, returns=True))
                 self._lose_comers()
-            if self.meet:
+            if self.worker_updates:
                 self._on(Looked())
             stand_aside(each.pid for each in running(self._starter.workers))
             self._look_for_standstill(now_s)

@@ -293,7 +293,7 @@ class WorkerStarter:
         threads: torch threads of each worker.
         bodies: make the workers' function.
         places: the device of each worker of this host, in words.
-        meet: workers may make updates in shared memory, if the system has ``eventfd``.
+        worker_updates: workers may make updates in shared memory, if there is ``eventfd``.
         first: number of this host's first worker.
         apart: there are workers on other hosts.
 
@@ -305,7 +305,7 @@ class WorkerStarter:
     threads: int
     bodies: Bodies
     places: Sequence[str] = ()
-    meet: bool = False
+    worker_updates: bool = False
     first: int = 0
     apart: bool = False
     workers: list[WorkerProcess] = field(default_factory=list)
@@ -313,7 +313,7 @@ class WorkerStarter:
     def __post_init__(self) -> None:
         self._spawner = ProcessSpawner(self.start_method)
         self._bells: tuple[int, ...] = ()
-        if self.meet and self.start_method == "fork" and hasattr(os, "eventfd"):
+        if self.worker_updates and self.start_method == "fork" and hasattr(os, "eventfd"):
             flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
             self._bells = tuple(os.eventfd(0, flags) for _ in range(self.n_workers))
 

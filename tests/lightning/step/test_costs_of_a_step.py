@@ -86,7 +86,7 @@ def test_a_step_is_one_message_each_way(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     policy, expected = EXPECTED[name]
-    monkeypatch.setattr("hybridtrain.lightning.launcher.may_meet", lambda strategy: False)
+    monkeypatch.setattr("hybridtrain.lightning.launcher.workers_may_update", lambda strategy: False)
     found = counted(HybridStrategy(policy), 2, 160, tmp_path, STEPS)
     assert found == [expected] * len(STEPS)
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning import launcher
 from hybridtrain.protocol.messages import name_of
-from hybridtrain.protocol.shared_round import Met, SharedRound
+from hybridtrain.protocol.shared_round import ArrivalResult, SharedRound
 from hybridtrain.server.server import Server
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
@@ -50,7 +50,7 @@ def messages(monkeypatch: Any) -> Counter[str]:
 def by_the_server(**options: Any) -> Any:
     """As :func:`trained`, all rounds made by the server."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "may_meet", lambda strategy: False)
+        patch.setattr(launcher, "workers_may_update", lambda strategy: False)
         return trained(**options)
 
 
@@ -174,7 +174,9 @@ def kills(patch: Any, when: str, flag: Path) -> None:
         if first(flag):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def come(shared: SharedRound, worker: int, number: int, arrival: Any, make: Any) -> Met:
+    def come(
+        shared: SharedRound, worker: int, number: int, arrival: Any, make: Any
+    ) -> ArrivalResult:
         def made(weights: Any) -> None:
             make(weights)
             if when == "makes" and number == 13:
@@ -185,7 +187,7 @@ def kills(patch: Any, when: str, flag: Path) -> None:
         if number == 13 and when == "waits" and worker != 1 and not flag.exists():
             time.sleep(0.05)
         met = original(shared, worker, number, arrival, made)
-        if number == 13 and when == "waits" and met is Met.WAITS and worker == 1:
+        if number == 13 and when == "waits" and met is ArrivalResult.WAITS and worker == 1:
             die()
         return met
 
