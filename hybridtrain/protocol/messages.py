@@ -239,8 +239,8 @@ class Draw:
 
     ``spans``: this pass's part of the epoch's order, which has ``length`` positions; ``sizes``: the
     batch size of each worker; ``drop_last``: full mini-batches only; ``begins``: begin the pass
-    (if anew, mini-batches drawn and not trained on return to the queue). ``turn``: so many
-    mini-batches are dealt to each worker in turn; 0: first come, first served. ``fills``: if none
+    (if anew, mini-batches drawn and not trained on return to the queue). ``batches_per_turn``:
+    mini-batches that each worker gets in its turn; 0: first come, first served. ``fills``: if none
     is left, return one that does not count. ``visits``: draw from shards. ``most``: so many
     mini-batches at once, while plenty are left. ``limited``: each worker has its own number of
     mini-batches, so a faster one does not draw those of a slower one.
@@ -252,7 +252,7 @@ class Draw:
     sizes: tuple[int, ...]
     drop_last: bool = False
     begins: bool = False
-    turn: int = 0
+    batches_per_turn: int = 0
     fills: bool = False
     visits: Visits | None = None
     most: int = 1
@@ -453,7 +453,7 @@ class Released:
     ``counted``: the push is part of this or a later update, or had no weight. ``again``: the step
     has not ended, evaluate the closure once more at the current parameters, after clearing the
     gradients if ``cleared``. ``groups``: hyper-parameters that the optimizer has changed itself, by
-    group. ``turn``: for workers that step the masters. ``tickets``: answers to the push's
+    group. ``step_number``: for workers that step the masters. ``tickets``: answers to the push's
     ``draws``.
     """
 
@@ -461,7 +461,7 @@ class Released:
     again: bool = False
     cleared: bool = False
     groups: tuple[dict[str, Any], ...] | None = None
-    turn: StepNumber | None = None
+    step_number: StepNumber | None = None
     counted: bool = True
     tickets: tuple[Ticket, ...] = ()
 

@@ -61,7 +61,7 @@ def merged(spans: Iterable[Span]) -> Spans:
     return tuple(joined)
 
 
-def dealt(sizes: tuple[int, ...]) -> list[list[int]]:
+def shares_of(sizes: tuple[int, ...]) -> list[list[int]]:
     """The positions of a global mini-batch that each worker gets, mixed as evenly as possible.
 
     Position 0 is the first worker's: it logs for all, so it needs a part of each mini-batch.

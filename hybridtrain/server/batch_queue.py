@@ -113,13 +113,13 @@ class _Pass:
         """The positions that the worker could draw, the next ones first."""
         if request.visits is not None:
             return self.shards.offer(worker, request, self.left)
-        return self._dealt_to(worker, request) if request.turn else self.left
+        return self._positions_of_turn(worker, request) if request.batches_per_turn else self.left
 
-    def _dealt_to(self, worker: int, request: Draw) -> Spans:
+    def _positions_of_turn(self, worker: int, request: Draw) -> Spans:
         """The worker's dealt positions that none has drawn, enough for a mini-batch, or all."""
         size, found, n = request.sizes[worker], list[Span](), 0
         while n < size:
-            rest = split(self.spans, _place(worker, request, self.dealt[worker]))[1]
+            rest = split(self.spans, _turn_start(worker, request, self.dealt[worker]))[1]
             if not rest:
                 break
             fresh = common(split(rest, size)[0], self.left)
@@ -273,10 +273,10 @@ class BatchQueue:
             one.give_back(worker)
         fresh = worker not in one.served
         one.served.add(worker)
-        kept = 0 if request.turn else self._kept(one, request, fresh, worker)
+        kept = 0 if request.batches_per_turn else self._kept(one, request, fresh, worker)
         size, offered = request.sizes[worker], one.offer(worker, request)
         n = min(size, total(offered) - kept)
-        if not (request.turn or request.limited) and one.near_its_end(worker, n):
+        if not (request.batches_per_turn or request.limited) and one.near_its_end(worker, n):
             there = self.members - self._away - one.ended  # a restarting one may need this step
             others = {each for each in there if one.suffices(each)} - {worker}
             n = 0 if one.others_are_sooner(worker, n, others, request) else n
@@ -422,8 +422,8 @@ class BatchQueue:
         return left
 
 
-def _place(worker: int, request: Draw, number: int) -> int:
+def _turn_start(worker: int, request: Draw, number: int) -> int:
     """The position in the pass at which the worker's dealt mini-batch ``number`` begins."""
-    rounds, within = divmod(number, request.turn)
-    before = sum(request.sizes[:worker]) * request.turn + within * request.sizes[worker]
-    return rounds * sum(request.sizes) * request.turn + before
+    rounds, within = divmod(number, request.batches_per_turn)
+    before = sum(request.sizes[:worker]) * request.batches_per_turn + within * request.sizes[worker]
+    return rounds * sum(request.sizes) * request.batches_per_turn + before

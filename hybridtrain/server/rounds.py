@@ -426,8 +426,9 @@ class Rounds:
         tickets = tuple(self._queue.draw(worker, each) for each in (push.draws if push else ()))
         again, counted = stepped.again, stepped is not _DROPPED
         cleared = again is not None and again.cleared
+        news, number = stepped.news, stepped.step_number
         return worker, Released(
-            self.version, again is not None, cleared, stepped.news, stepped.turn, counted, tickets
+            self.version, again is not None, cleared, news, number, counted, tickets
         )
 
 

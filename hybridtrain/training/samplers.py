@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Sampler
 
 from hybridtrain.protocol.messages import Draw, DrawnBatch, Gone, LoaderPass, Visits
-from hybridtrain.protocol.spans import Spans, dealt, merged, positions, split, total, without
+from hybridtrain.protocol.spans import Spans, merged, positions, shares_of, split, total, without
 from hybridtrain.worker.client import Client
 
 Order = Callable[[int], Sequence[int]]  # epoch -> indices into the data set
@@ -72,8 +72,8 @@ class Begun:
 class EpochPlan:
     """How workers share one loader.
 
-    ``sizes``: samples in each worker's mini-batch; 1 where items are whole mini-batches. ``turn``:
-    mini-batches of a worker's turn; 0: workers take no turns. ``fills``: whether a worker without
+    ``sizes``: samples in each worker's mini-batch; 1 where items are whole mini-batches.
+    ``batches_per_turn``: of a worker; 0: workers take no turns. ``fills``: whether a worker without
     samples in a step gets a filler, up to the ``last`` step that it takes part in (``None``: the
     last with samples of this loader). ``visits``: shards to draw from. ``limited``: each worker has
     its own number of mini-batches.
@@ -84,7 +84,7 @@ class EpochPlan:
     sizes: tuple[int, ...]
     drop_last: bool
     items_are_batches: bool = False
-    turn: Callable[[], int] = lambda: 0
+    batches_per_turn: Callable[[], int] = lambda: 0
     fills: Callable[[], bool] = lambda: False
     last: Callable[[int], float] | None = None
     visits: Visits | None = None
@@ -292,7 +292,7 @@ class ShareSampler(EpochSampler):
             yield [start + place for place in places if start + place < usable]
 
     def _places(self, worker: int) -> list[int]:
-        return dealt(self._sizes)[self.crew.index(worker)]
+        return shares_of(self._sizes)[self.crew.index(worker)]
 
     def left_by(self, gone: Sequence[Gone]) -> Spans:
         left: list[int] = []
@@ -382,12 +382,13 @@ class QueueSampler(EpochSampler):
         order, spans, batches = self._begin()
         lap, begins = LoaderPass(self.number, self.epoch, self._lap), True
         plan, n_drawn, fills = self.plan, self.batch_size, self.plan.fills()
-        turn = 0 if self._reopened else plan.turn()  # the rest of a pass is not dealt in turns
+        # The rest of a reopened pass is not dealt in turns.
+        in_turn = 0 if self._reopened else plan.batches_per_turn()
         self._reopened = False
         # The loader counts samples into mini-batches, so a smaller one must be the last.
         while n_drawn == self.batch_size:
             ask = Draw(
-                *(lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills),
+                *(lap, spans, len(order), plan.sizes, plan.drop_last, begins, in_turn, fills),
                 visits=plan.visits,
                 limited=plan.limited,
             )

@@ -144,7 +144,7 @@ class Worker:
         order = Seeded(data.length, epochs.seed)
         sizes = (epochs.batch_size,) * client.n_workers
         turns = int(self._wants.takes_turns)
-        plan = EpochPlan(order, data.length, sizes, epochs.drop_last, turn=lambda: turns)
+        plan = EpochPlan(order, data.length, sizes, epochs.drop_last, False, lambda: turns)
         data_teller(client, not self._job.recorded)(0, data)
         kind = ShareSampler if self._wants.data == "shares" else QueueSampler
         return kind(plan, 0, client)

@@ -43,14 +43,14 @@ class OptimizerFailed(UserError):
 class Stepped:
     """The result of a step: the workers whose gradients were applied, or one more evaluation.
 
-    ``news``: hyper-parameters that the optimizer has changed itself; ``turn``: the step number for
-    a worker that makes the step itself.
+    ``news``: hyper-parameters that the optimizer has changed itself; ``step_number``: for a
+    worker that makes the step itself.
     """
 
     workers: tuple[int, ...]
     again: Again | None = None
     news: Groups | None = None
-    turn: StepNumber | None = None
+    step_number: StepNumber | None = None
 
 
 class Optimizers:
@@ -177,7 +177,7 @@ class Optimizers:
             if not counted and not update.under_way and held is None:
                 return Stepped(())
             if own := [w for w, push in counted.items() if isinstance(push, OWN_STEPS)]:
-                return self._ticket(own[0], counted[own[0]], update)
+                return self._number_step(own[0], counted[own[0]], update)
             clip = next(map(_clip_of, counted.values()), held.clip if held else None)
             contributions, rate = self._contributions(counted, update, held)
             if rate == 0.0:
@@ -190,17 +190,16 @@ class Optimizers:
                 again = update.step(given)
             if self._place is not None:  # for workers with their own copies
                 self._place[0].moves.note(numbers_of(update.members), update.moved)
-        turn = (
-            StepNumber(update.lent.generation) if isinstance(update, SharedStateOptimizer) else None
-        )
-        return Stepped(tuple(counted), again, update.news, turn)
+        lent = update.lent if isinstance(update, SharedStateOptimizer) else None
+        step = None if lent is None else StepNumber(lent.generation)
+        return Stepped(tuple(counted), again, update.news, step)
 
-    def _ticket(self, worker: int, push: Push, update: Update) -> Stepped:
+    def _number_step(self, worker: int, push: Push, update: Update) -> Stepped:
         """The worker makes the step itself; count it, and number it if the state is shared."""
         if not isinstance(update, SharedStateOptimizer):
             return Stepped((worker,))
-        steps = update.ticket(self._absent(worker, push, update))
-        return Stepped((worker,), turn=StepNumber(update.lent.generation, steps))
+        steps = update.number_step(self._absent(worker, push, update))
+        return Stepped((worker,), step_number=StepNumber(update.lent.generation, steps))
 
     def lent(self, number: int) -> SharedState:
         """The place of an optimizer's state that workers step themselves."""

@@ -65,7 +65,7 @@ class SharedStateOptimizer(PerTensorUpdate):
         self._lend()
         return again
 
-    def ticket(self, absent: Collection[int]) -> int | dict[int, int]:
+    def number_step(self, absent: Collection[int]) -> int | dict[int, int]:
         """Count a step that a worker makes, of all parameters but the ``absent``.
 
         Returns the counts before: one number if all are equal, else by slot number.

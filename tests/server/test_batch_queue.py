@@ -175,7 +175,7 @@ def test_what_drop_last_leaves_over_is_not_left_to_be_made_up_for(
     sizes: tuple[int, ...], turn: int
 ) -> None:
     members = {0, 1}
-    ask = replace(draw(sum(sizes) + 6, sizes, drop_last=True), turn=turn)
+    ask = replace(draw(sum(sizes) + 6, sizes, drop_last=True), batches_per_turn=turn)
     queue = BatchQueue(members)
     for worker in (0, 1):
         queue.settle(worker, (DrawnBatch(FIRST, queue.draw(worker, ask).spans),))

@@ -22,7 +22,7 @@ class Crowd:
     def __init__(self, length: int, sizes: tuple[int, ...], turn: int = 1) -> None:
         self.members = set(range(len(sizes)))
         self.queue = BatchQueue(self.members)
-        self.ask = Draw(LAP, ((0, length),), length, sizes, turn=turn)
+        self.ask = Draw(LAP, ((0, length),), length, sizes, batches_per_turn=turn)
         self.held: dict[int, list[Spans]] = {worker: [] for worker in self.members}
         self.fresh, self.ended = set(self.members), set[int]()
         self.trained: list[int] = []
@@ -56,8 +56,8 @@ class Crowd:
 
     def end(self) -> None:
         """All go on, as long as there is anything; what is left over is open to all."""
-        for turn in (self.ask.turn, 0):
-            self.ask = replace(self.ask, turn=turn)
+        for turn in (self.ask.batches_per_turn, 0):
+            self.ask = replace(self.ask, batches_per_turn=turn)
             while any(self.held.values()) or self.members - self.ended:
                 for worker in sorted(self.members - self.ended):
                     self.draw(worker)
@@ -107,7 +107,7 @@ def test_nothing_is_left_for_who_comes_back_when_the_others_have_done_it() -> No
     crowd.end()
     assert sorted(crowd.trained) == list(range(12))
     crowd.come_back(1)
-    crowd.ask = replace(crowd.ask, turn=1)
+    crowd.ask = replace(crowd.ask, batches_per_turn=1)
     assert crowd.draw(1) == Ticket(())
 
 
@@ -117,10 +117,10 @@ def test_a_mini_batch_is_made_of_pieces_if_the_others_have_done_parts_of_it() ->
     for start in (0, 8, 16):
         assert crowd.draw(0).spans == ((start, start + 4),)
         crowd.train(0)
-    crowd.ask = replace(crowd.ask, sizes=(2, 4), turn=0)
+    crowd.ask = replace(crowd.ask, sizes=(2, 4), batches_per_turn=0)
     crowd.fresh.add(0)
     assert crowd.draw(0).spans == ((4, 6),), "of what is left over"
-    crowd.ask = replace(crowd.ask, sizes=(4, 4), turn=1)
+    crowd.ask = replace(crowd.ask, sizes=(4, 4), batches_per_turn=1)
     crowd.come_back(1)
     assert crowd.draw(1).spans == ((6, 8), (12, 14))
     assert crowd.draw(1).spans == ((14, 16), (20, 22))

@@ -178,7 +178,7 @@ class Loaders:
         sizes = None if sizes is None else tuple(sizes)
         plan = replace(
             plan_of(dataloader, order, sizes, self._client.n_workers),
-            turn=self._turn,
+            batches_per_turn=self._batches_per_turn,
             fills=self._fills,
             last=self._last_step,
             visits=None if shards is None else Visits(shards["number"], shards["visit"]),
@@ -196,7 +196,7 @@ class Loaders:
         self.samplers.append(kind(plan, epoch, self._client, number, begun))
         return self.samplers[-1]
 
-    def _turn(self) -> int:
+    def _batches_per_turn(self) -> int:
         """Mini-batches of one worker's turn: those of one optimizer step; 0: no turns."""
         return int(self._trainer.accumulate_grad_batches) if self._requirements.takes_turns else 0
 

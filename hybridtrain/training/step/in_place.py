@@ -78,10 +78,10 @@ class InPlace:
 
     def released(self, released: Released, number: int) -> None:
         """The server has answered a push for optimizer ``number``: step, if that is left to do."""
-        turn = released.turn
-        if turn is not None and turn.steps is not None:
-            self._step(turn.steps)
-        if turn is not None and turn.generation != self._lent.generation:
+        step = released.step_number
+        if step is not None and step.steps is not None:
+            self._step(step.steps)
+        if step is not None and step.generation != self._lent.generation:
             self._borrow(number)
             self._is_old = False
 
@@ -95,8 +95,8 @@ class InPlace:
 
     def heard(self, released: Released) -> None:
         """The server knows of steps that were made without asking."""
-        turn = released.turn
-        self._is_old |= turn is not None and turn.generation != self._lent.generation
+        step = released.step_number
+        self._is_old |= step is not None and step.generation != self._lent.generation
 
     @torch.no_grad()
     def _step(self, steps: int | dict[int, int]) -> None:

@@ -23,7 +23,7 @@ from hybridtrain.protocol.messages import (
     Ticket,
     Visits,
 )
-from hybridtrain.protocol.spans import dealt, positions, total
+from hybridtrain.protocol.spans import positions, shares_of, total
 from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import Groups, Members
 from hybridtrain.updates.named import NamedUpdate
@@ -120,7 +120,7 @@ class EpochSource:
             check_visits(server.requirements)
         self._turns = server.requirements.takes_turns
         table = task.timetable
-        self._places = dealt(table.sizes)
+        self._places = shares_of(table.sizes)
         self._epoch = 0
         self._step = [0] * len(table.sizes)  # of each worker, in the epoch
         self._ended: set[int] = set()  # workers without mini-batches left in the epoch
@@ -150,7 +150,7 @@ class EpochSource:
         table, lap = self._task.timetable, LoaderPass(0, self._epoch)
         ask = Draw(
             lap, ((0, table.length),), table.length, table.sizes, table.drop_last,
-            begins=self._step[worker] == 0, turn=int(self._turns), visits=self._visits,
+            begins=self._step[worker] == 0, batches_per_turn=int(self._turns), visits=self._visits,
         )  # fmt: skip
         ((_, ticket),) = self._server.on(Received(worker, ask))
         assert isinstance(ticket, Ticket), ticket

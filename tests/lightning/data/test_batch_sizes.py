@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.training.samplers import Begun, EpochPlan, Seeded, ShareSampler, dealt
+from hybridtrain.training.samplers import Begun, EpochPlan, Seeded, ShareSampler, shares_of
 from hybridtrain.worker.client import Client
 from tests.lightning.toys import Recorder, Regression, distance, make_trainer, regression_data
 from tests.picking import by_default
@@ -101,10 +101,10 @@ def test_who_has_nothing_in_the_last_step_is_asked_for_nothing() -> None:
 
 
 def test_equal_sizes_are_every_wth_sample_and_a_remainder_is_shared_in_proportion() -> None:
-    assert dealt((2, 2, 2)) == [[0, 3], [1, 4], [2, 5]]
-    assert dealt((6, 2)) == [[0, 1, 3, 4, 5, 7], [2, 6]]
+    assert shares_of((2, 2, 2)) == [[0, 3], [1, 4], [2, 5]]
+    assert shares_of((6, 2)) == [[0, 1, 3, 4, 5, 7], [2, 6]]
     for sizes in ((6, 2), (32, 8), (1, 5, 3)):
-        owners = dealt(sizes)
+        owners = shares_of(sizes)
         for rest in range(sum(sizes)):
             for places, size in zip(owners, sizes, strict=True):
                 share = sum(place < rest for place in places)

@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from hybridtrain.protocol.spans import dealt
+from hybridtrain.protocol.spans import shares_of
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default
 
@@ -84,7 +84,7 @@ def test_max_size_cycle_uses_each_sample_once_in_the_first_pass(
     whole = workers * SIZE
     for loader, n in enumerate(lengths):
         passed = []
-        for worker, places in enumerate(dealt((SIZE,) * workers)):
+        for worker, places in enumerate(shares_of((SIZE,) * workers)):
             share = sum(start + p < n for start in range(0, n, whole) for p in places)
             passed += module.of(loader, worker)[:share]
         assert once(passed, n)

@@ -18,7 +18,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Subset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.protocol.spans import dealt
+from hybridtrain.protocol.spans import shares_of
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -112,7 +112,7 @@ class Plain:
 
     def run(self) -> Plain:
         case, data = self.case, regression_data(self.case.samples, torch.float64)
-        places, whole = dealt((SIZE,) * case.workers), SIZE * case.workers
+        places, whole = shares_of((SIZE,) * case.workers), SIZE * case.workers
         rounds = [range(n, min(n + whole, case.samples)) for n in range(0, case.samples, whole)]
         rounds = rounds[: case.limit]
         for epoch in range(1, case.epochs + 1):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.protocol.spans import dealt
+from hybridtrain.protocol.spans import shares_of
 from tests.lightning.toys import Manual, Recorder, Regression, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -48,7 +48,7 @@ def averaged(workers: int, every: int, epochs: int = 2, n_samples: int = N) -> A
     masters, own = make(), [make() for _ in range(workers)]
     optimizers: list[Any] = [module.configure_optimizers() for module in own]  # type: ignore
     samples = [0] * workers
-    places, whole = dealt((SIZE,) * workers), SIZE * workers
+    places, whole = shares_of((SIZE,) * workers), SIZE * workers
 
     def average() -> None:
         total = sum(samples)
