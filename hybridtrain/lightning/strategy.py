@@ -196,7 +196,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def enter_worker(self, client: Client, trainer: Any, back: Rejoin | None = None) -> None:
         """Make this process a worker; ``back``: in place of a lost one."""
         self._client, self._back = client, back
-        client.listeners.on_call_to(self._come)
+        client.listeners.on_invitation(self._come)
         self._collectives = Collectives(client, self.root_device)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.requirements, self.data_options)

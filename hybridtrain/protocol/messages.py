@@ -181,12 +181,12 @@ class ExchangePush(Push):
     """The row holds values of an exchange whose workers step their own parameters.
 
     ``fetch``: the release brings the newest parameters. ``later``: the worker computes until it
-    needs the release. ``calls``: workers that wait patiently push what they have, too.
+    needs the release. ``invites``: workers that wait patiently push what they have, too.
     """
 
     fetch: bool = True
     later: bool = False
-    calls: bool = False
+    invites: bool = False
 
     @property
     def waits(self) -> bool:
@@ -221,15 +221,15 @@ PUSHES = (Push, GradientPush, ExchangePush, *OWN_STEPS)
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Exchange payloads with all workers. ``tag``: names the meeting, to detect mismatches;
-    ``patient``: until all have arrived, others may meet without this worker; ``calls``: but patient
-    workers are called to this meeting; ``wish``: to end training, see ``stop_requests.py``;
+    ``patient``: until all have arrived, others may meet without this worker; ``invites``: patient
+    workers must join this meeting; ``wish``: to end training, see ``stop_requests.py``;
     ``admits``: in lock-step, workers whose host has come since take part from here on."""
 
     tag: str
     payload: bytes
     patient: bool = False
     wish: bool = False
-    calls: bool = False
+    invites: bool = False
     admits: bool = False
 
 
@@ -469,12 +469,12 @@ class Released:
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """All payloads, in the order of ``workers``; ``left``: lost workers left mini-batches.
-    ``call``: there was no meeting; a patient worker must join a "round" or "meeting" first."""
+    ``join``: there was no meeting; a patient worker must join a "round" or "meeting" first."""
 
     payloads: tuple[bytes, ...]
     workers: tuple[int, ...]
     left: bool = False
-    call: str = ""
+    join: str = ""
 
 
 @dataclass(frozen=True, slots=True)

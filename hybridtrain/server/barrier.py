@@ -53,11 +53,11 @@ class Barrier(Generic[T]):
         for items in self._patient.values():
             items.pop(worker, None)
 
-    def call(self) -> list[int]:
+    def invite(self) -> list[int]:
         """Remove the patient workers, which will arrive again, and return them."""
-        called = sorted(self._resting)
+        invited = sorted(self._resting)
         self._patient.clear()
-        return called
+        return invited
 
     @property
     def items(self) -> list[T]:

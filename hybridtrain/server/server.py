@@ -149,8 +149,9 @@ class Server:
             members, self._meeting, self._queue, self._rounds, self.statistics
         )
         self._wishes = StopRequests(members, self.statistics, self.requirements.whole_rounds)
-        self._calls: dict[int, list[ScheduleCall]] = {}  # of others, which a worker must repeat
-        self._called_for: dict[int, deque[int]] = {}  # by schedule: updates that have their call
+        # By worker: schedule calls of others, to be repeated; by schedule: updates that have one.
+        self._schedule_calls: dict[int, list[ScheduleCall]] = {}
+        self._updates_called_for: dict[int, deque[int]] = {}
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -185,11 +186,11 @@ class Server:
             workers.free()
         workers.look()
         if not workers.one_by_one:
-            replies = self._with_calls(self._on(event))
+            replies = self._with_schedule_calls(self._on(event))
             self._rounds.conclude()
             return replies
         with workers.stopped(self.optimizers):
-            return self._with_calls(self._on(event))
+            return self._with_schedule_calls(self._on(event))
 
     def _on(self, event: Event) -> Replies:
         if isinstance(event, Received):
@@ -214,14 +215,14 @@ class Server:
         if isinstance(message, Gather) and message.wish:
             others_wait = bool(self._rounds.waiting or self._meeting.waiting or self._stopped)
             return self._wishes.take(worker, message, others_wait)
-        denied = self._wishes.observe(message) + self._call(message)
+        denied = self._wishes.observe(message) + self._invite(message)
         return denied + (self._answer(worker, message) or self._free_the_stuck())
 
-    def _call(self, message: Request | Note) -> Replies:
-        """Call patient workers to a round, or a meeting, that needs all workers."""
-        called = self._meeting.call() if getattr(message, "calls", False) else []
-        freed = [each for worker in called for each in self._rounds.join(worker)]
-        return freed + [(worker, _call_to(message)) for worker in called]
+    def _invite(self, message: Request | Note) -> Replies:
+        """Invite patient workers to a round, or a meeting, that needs all workers."""
+        invited = self._meeting.invite() if getattr(message, "invites", False) else []
+        freed = [each for worker in invited for each in self._rounds.join(worker)]
+        return freed + [(worker, _invitation_to(message)) for worker in invited]
 
     def _answer(self, worker: int, message: Request | Note) -> Replies:
         match message:
@@ -271,7 +272,7 @@ class Server:
         number, _, _, updates = call
         workers = self._members - {worker}
         if updates:
-            made = self._called_for.setdefault(number, deque(maxlen=_CALLS))
+            made = self._updates_called_for.setdefault(number, deque(maxlen=_CALLS))
             oldest = min(made) if len(made) == _CALLS else -1
             left = [u for u in (updates[-1], *updates) if u > oldest and u not in made]
             if not left:
@@ -279,19 +280,19 @@ class Server:
             made.append(left[0])
             workers = self._members
         for each in workers:
-            self._calls.setdefault(each, []).append(call)
+            self._schedule_calls.setdefault(each, []).append(call)
 
-    def _with_calls(self, replies: Replies) -> Replies:
+    def _with_schedule_calls(self, replies: Replies) -> Replies:
         """Before its next answer a worker receives the schedule calls of the others.
 
         Each worker steps schedules of its own, and repeats the calls that the others make by hand,
         so that a schedule counts all calls, as on one device. A replay repeats their order.
         """
-        if not self._calls:
+        if not self._schedule_calls:
             return replies
         told: Replies = []
         for worker, reply in replies:
-            if isinstance(reply, Answer) and (calls := self._calls.pop(worker, None)):
+            if isinstance(reply, Answer) and (calls := self._schedule_calls.pop(worker, None)):
                 told.append((worker, Called(tuple(calls))))
             told.append((worker, reply))
         return told
@@ -390,9 +391,9 @@ class Server:
         try:
             patient = isinstance(request, Gather) and request.patient
             known: list[Request] = [*self._rounds.pushed.values(), *self._meeting.items]
-            calling = [each for each in known if getattr(each, "calls", False)]
-            if patient and calling:
-                return [(worker, _call_to(calling[0]))]
+            inviting = [each for each in known if getattr(each, "invites", False)]
+            if patient and inviting:
+                return [(worker, _invitation_to(inviting[0]))]
             self._meeting.bring(worker, tag, request, patient)
         except BarrierMismatch as error:
             return self._refuse([worker], f"{error}; all workers must take the same path here")
@@ -485,5 +486,5 @@ class Server:
         self._pool.close()
 
 
-def _call_to(message: Request | Note) -> Gathered:
-    return Gathered((), (), call="round" if isinstance(message, Push) else "meeting")
+def _invitation_to(message: Request | Note) -> Gathered:
+    return Gathered((), (), join="round" if isinstance(message, Push) else "meeting")

@@ -121,7 +121,7 @@ class Client:
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
         self.snapshot_counts: dict[str, int] = {}  # updates, samples of this run at that moment
         self.tickets = Tickets(worker)
-        self._calls: list[ScheduleCall] = []  # of learning-rate schedules, not sent yet
+        self._schedule_calls: list[ScheduleCall] = []  # of learning-rate schedules, not sent yet
         self.has_called = False  # from then on the server makes each update
         self.stop: Stop | None = None
         self._permission: SavePermission | None = None  # received after this worker's stop
@@ -382,8 +382,8 @@ class Client:
             return [item]
         payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
         request = Gather(tag, payload, **kind)
-        while (reply := self._ask(request, Gathered)[0]).call:
-            self.listeners.come(reply.call)
+        while (reply := self._ask(request, Gathered)[0]).join:
+            self.listeners.come(reply.join)
         self.met, self.left = reply.workers, reply.left
         # From another worker by way of the parent, over inherited sockets.
         return [pickle.loads(each) for each in reply.payloads]
@@ -395,7 +395,7 @@ class Client:
 
     def call(self, call: ScheduleCall) -> None:
         """Record a call of a learning-rate schedule, which is sent before the next message."""
-        self._calls.append(call)
+        self._schedule_calls.append(call)
         self.has_called = True
 
     # ---- releases -------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ class Client:
 
     def _send_push(self, push: Push) -> None:
         """Let the server make this round."""
-        self._send_calls()
+        self._send_schedule_calls()
         self._send_owed(made=False)
         self.line.send(push)
 
@@ -454,9 +454,9 @@ class Client:
         if (owed := self.maker.owed(made)) is not None:
             self.line.send(owed)
 
-    def _send_calls(self) -> None:
-        if self._calls:
-            calls, self._calls = self._calls, []
+    def _send_schedule_calls(self) -> None:
+        if self._schedule_calls:
+            calls, self._schedule_calls = self._schedule_calls, []
             self.line.send(Called(tuple(calls)))
 
     def _take(self, released: Released | Refused, then: Taking, push: PendingPush) -> None:
@@ -484,7 +484,7 @@ class Client:
 
     def _report_steps(self, draws: tuple[Draw, ...]) -> None:
         self._await_offered()
-        self._send_calls()
+        self._send_schedule_calls()
         push, self.offered = self.maker.tell(draws)
         self.line.send(push)
 
@@ -521,7 +521,7 @@ class Client:
     ) -> tuple[Any, int | None]:
         if settles:
             self.settle()
-        self._send_calls()
+        self._send_schedule_calls()
         self._send_owed(made=True)
         self.line.send(request)
         return self._answer(kind, in_step)

@@ -57,8 +57,8 @@ class Listeners:
         """Other workers have called learning-rate schedules."""
         self.calls = take
 
-    def on_call_to(self, come: Callable[[str], object]) -> None:
-        """A patient worker is called to a round or a meeting: join it, then wait again."""
+    def on_invitation(self, come: Callable[[str], object]) -> None:
+        """A patient worker is invited to a round or a meeting: join it, then wait again."""
         self.come = come
 
     def on_question(self, tell: Callable[[], bytes]) -> None:

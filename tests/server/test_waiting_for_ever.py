@@ -105,11 +105,11 @@ def test_who_waits_patiently_is_called_to_a_round_of_all(arrives: str) -> None:
     """Or the round would be one of the others; it comes back to where it has waited."""
     made = Served(3)
     rest = Received(2, Gather("rests", b"", patient=True))
-    call = [(2, Gathered((), (), call="round"))]
+    call = [(2, Gathered((), (), join="round"))]
     came = made.server.on(rest) if arrives == "before" else []
-    first = made.push(0, 1.0, calls=True)
+    first = made.push(0, 1.0, invites=True)
     assert (came, first) == ([], call if arrives == "before" else [])
-    assert made.push(1, 1.0, calls=True) == []
+    assert made.push(1, 1.0, invites=True) == []
     if arrives == "behind":
         assert made.server.on(rest) == call
     assert made.push(2, 4.0) == released(1, 0, 1, 2)
@@ -119,7 +119,7 @@ def test_who_waits_patiently_is_called_to_a_round_of_all(arrives: str) -> None:
 
 def test_who_waits_patiently_is_called_to_a_meeting_of_all() -> None:
     made = Served(2)
-    states = [Received(worker, Gather("states", b"x", calls=True)) for worker in (0, 1)]
+    states = [Received(worker, Gather("states", b"x", invites=True)) for worker in (0, 1)]
     assert made.server.on(Received(1, Gather("rests", b"", patient=True))) == []
-    assert made.server.on(states[0]) == [(1, Gathered((), (), call="meeting"))]
+    assert made.server.on(states[0]) == [(1, Gathered((), (), join="meeting"))]
     assert made.server.on(states[1]) == gathered([b"x", b"x"], 0, 1)

@@ -139,5 +139,5 @@ def push_of(weight: float, optimizer: int = 0, **given: Any) -> GradientPush | E
         kind(**{each.name: given.pop(each.name) for each in fields(kind) if each.name in given})
         for kind in (Row, Changes)
     )
-    kind = ExchangePush if "calls" in given else GradientPush
+    kind = ExchangePush if "invites" in given else GradientPush
     return kind(optimizer, weight, row, changes, **given)

@@ -89,7 +89,7 @@ class SavedStates:
         scratch = Scratch(client.apart)
         try:
             left = b"" if client.is_leader else fill(scratch.path, own)
-            sent = client.gather("inner states", (client.worker, scratch.path, left), calls=True)
+            sent = client.gather("inner states", (client.worker, scratch.path, left), invites=True)
             for worker, path, rest in sent if client.is_leader else ():
                 found = own if worker == client.worker else read(path, rest)
                 for states, state in zip(self._gathered, found, strict=True):

@@ -66,8 +66,8 @@ class LocalStep(WorkerStep):
         self._advance(0.0)
 
     def flush(self, ends: bool) -> None:
-        calls = self._parts.requirements.whole_rounds
-        self._hand_over(self._local.flush(ends), calls)
+        invites = self._parts.requirements.whole_rounds
+        self._hand_over(self._local.flush(ends), invites)
 
     @property
     def owes(self) -> bool:
@@ -91,21 +91,21 @@ class LocalStep(WorkerStep):
             self._means.end_step()
         self._hand_over(leaving)
 
-    def _hand_over(self, leaving: Leaving, calls: bool = False) -> None:
+    def _hand_over(self, leaving: Leaving, invites: bool = False) -> None:
         """Push what leaves the worker, and wait for the release where the exchange does.
 
-        ``calls``: workers that wait patiently hand over theirs, too.
+        ``invites``: workers that wait patiently hand over theirs, too.
         """
         while leaving is not None:
             if isinstance(leaving, Offer):
-                self._push(leaving, calls)
+                self._push(leaving, invites)
                 if leaving.later:
                     return
             self._client.settle()
             fetched = isinstance(leaving, Await) or leaving.fetch
             leaving = self._local.take() if fetched else None
 
-    def _push(self, offer: Offer, calls: bool) -> None:
+    def _push(self, offer: Offer, invites: bool) -> None:
         (weight, samples), encoded = self._counted(offer), offer.encoded
         absent = self._own.hand_over(self.numbers, offer.values, encoded)
         looks = weight > 0 and encoded is None  # only what is finite is encoded
@@ -122,7 +122,7 @@ class LocalStep(WorkerStep):
             loss=as_float(self._loss) if offer.loss is None else offer.loss,
             fetch=offer.fetch,
             later=offer.later,
-            calls=calls,
+            invites=invites,
         )
         self._client.offer(push, self._take, settles=not offer.only_fetches)
 
