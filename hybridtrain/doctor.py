@@ -42,7 +42,7 @@ from hybridtrain.memory.limits import available_bytes, container_cores, gpus, sh
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.training.scheme import usable_cores
 from hybridtrain.util.arguments import command, split_options
-from hybridtrain.util.host_place import Place, place_by_variables
+from hybridtrain.util.host_place import HostPlace, place_by_variables
 from hybridtrain.util.option_types import Above0, check
 from hybridtrain.util.versions import check_versions
 from hybridtrain.worlds.hosts.connection import HostConnection, HostLost
@@ -82,7 +82,7 @@ def findings(config: DictConfig, wait_s: float) -> tuple[list[Finding], bool]:
     try:
         place, fault = place_by_variables(number_of_hosts(config)), ""
     except UserError as error:
-        place, fault = Place(), str(error)
+        place, fault = HostPlace(), str(error)
     key, host = config.strategy.get("hosts_key"), place.host
     found = machine(config, host)
     if fault:
@@ -169,7 +169,7 @@ def _gpus(host: int, accelerator: str) -> Finding:
 # ---- the hosts of a run -------------------------------------------------------------------------
 
 
-def _key(place: Place, path: str | None) -> Finding:
+def _key(place: HostPlace, path: str | None) -> Finding:
     found, advice = f"from {path}" if path else "from host 0's process, over a Unix socket", ""
     if place.store_port and not path:
         found = "through torchrun's store, where whoever reaches it can read it"
@@ -183,7 +183,7 @@ def _key(place: Place, path: str | None) -> Finding:
 
 
 def _other_hosts(
-    place: Place, key: str | None, about: Mapping[str, Any], wait_s: float
+    place: HostPlace, key: str | None, about: Mapping[str, Any], wait_s: float
 ) -> list[Finding]:
     """On host 0: wait for the others, measure, and tell them whether all is well."""
     connections: dict[int, HostConnection] = {}
@@ -220,7 +220,7 @@ def _link(host: int, connection: HostConnection) -> Finding:
 
 
 def _told(
-    place: Place, key: str | None, about: Mapping[str, Any], wait_s: float
+    place: HostPlace, key: str | None, about: Mapping[str, Any], wait_s: float
 ) -> tuple[list[Finding], bool]:
     """On another host: tell host 0, and answer while it measures."""
     try:

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, open_dict, read_write
 
 from hybridtrain.cli.explain import STRATEGY
-from hybridtrain.util.host_place import Place, place_by_variables
+from hybridtrain.util.host_place import HostPlace, place_by_variables
 from hybridtrain.worlds.local.cleanup import vanishing_directory
 
 _temporary = ExitStack()
@@ -28,7 +28,7 @@ def number_of_hosts(configuration: Mapping[str, Any] | DictConfig) -> int:
     return given if ours and type(given) is int and given > 1 else 1  # checked later
 
 
-def place_in(configuration: Mapping[str, Any] | DictConfig) -> Place:
+def place_in(configuration: Mapping[str, Any] | DictConfig) -> HostPlace:
     """This process' place among the hosts of a run with this configuration.
 
     Raises:
@@ -61,7 +61,7 @@ def remove_temporary() -> None:
 
 
 @contextmanager
-def quiet(place: Place) -> Iterator[None]:
+def quiet(place: HostPlace) -> Iterator[None]:
     """On another host than the first: show errors alone."""
     if place.host == 0:
         yield

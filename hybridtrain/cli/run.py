@@ -76,7 +76,7 @@ from hybridtrain.report.advice import advise
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
 from hybridtrain.training.scheme import usable_cores
 from hybridtrain.util.files import open_input, read_text, short, write_whole
-from hybridtrain.util.host_place import Place
+from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
 from hybridtrain.worlds.local.signals import ending_signals
@@ -393,7 +393,7 @@ def _fit(cfg: DictConfig, parts: Parts) -> None:
     )
 
 
-def _train_beyond_host_0(cfg: DictConfig, parts: Parts, place: Place) -> None:
+def _train_beyond_host_0(cfg: DictConfig, parts: Parts, place: HostPlace) -> None:
     """Train with this host's workers; host 0 tests, and writes all there is to write."""
     if cfg.test_only:
         return

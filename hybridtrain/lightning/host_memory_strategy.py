@@ -22,7 +22,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0, place_of
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.lightning.results.optimizers_at_home import Trained
-from hybridtrain.util.host_place import Place
+from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worker.client import Client
 
 _OPTIMIZERS: Any = Strategy.optimizers
@@ -50,7 +50,7 @@ class HostMemoryStrategy(ParallelStrategy):
     _lacks_optimizers = False  # in the calling process, after training
     _collectives: Collectives | None = None  # of a worker
     _num_nodes = 1
-    _place: Place | None = None  # once it has been asked for
+    _place: HostPlace | None = None  # once it has been asked for
     _ahead: Ahead | None = None  # where workers compute on devices of their own
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -88,7 +88,7 @@ class HostMemoryStrategy(ParallelStrategy):
         return range(self.first_worker, self.first_worker + self.local_workers)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> HostPlace:
         """This host among those of the run.
 
         Raises:

@@ -167,7 +167,7 @@ class HybridLauncher(Launcher):
                 way.start_method,
                 way.threads,
                 Watchdog(strategy.patience),
-                places_of(strategy),
+                device_names_of(strategy),
                 strategy.stop_grace_s,
                 strategy.data_options["host_sums"] and len(strategy.numbers_here) > 1,
             )
@@ -186,8 +186,8 @@ class HybridLauncher(Launcher):
         with profiled(trainer, server, strategy.world_size):
             own = workers_may_update(strategy) and not strategy.faults.in_updates and others is None
             own = own or strategy.requirements.together > 1
-            places = places_of(strategy)
-            world = world_of(strategy, server, judge, way, places, own, others)
+            device_names = device_names_of(strategy)
+            world = world_of(strategy, server, judge, way, device_names, own, others)
             try:
                 with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
                     job.loggers = logger_states(trainer) if start_method == "fork" else []
@@ -264,7 +264,7 @@ def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
         pages.close()
 
 
-def places_of(strategy: HybridStrategy) -> list[str]:
+def device_names_of(strategy: HybridStrategy) -> list[str]:
     """The devices of this host's workers, in words."""
     devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
     return [devices[number % len(devices)] for number in range(strategy.local_workers)]

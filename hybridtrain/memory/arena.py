@@ -117,7 +117,7 @@ def _reserve(fd: int, n_bytes: int, unused: Sequence[tuple[int, int]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """The place of a dense tensor: byte ``offset`` of arena number ``arena``."""
 
     arena: int
@@ -143,7 +143,7 @@ class SharedState:
     """
 
     generation: int = 0
-    places: dict[int, dict[str, Place]] = field(default_factory=dict)
+    places: dict[int, dict[str, TensorPlace]] = field(default_factory=dict)
     steps: dict[int, torch.Tensor | int | float] = field(default_factory=dict)
     plain: dict[int, dict[str, Any]] = field(default_factory=dict)
     offset: int | None = None
@@ -158,9 +158,9 @@ class LentState:
     ``members``: slot numbers of its parameters, group by group.
     """
 
-    flats: dict[str, Place]
-    count_groups: tuple[tuple[int, tuple[int, ...], dict[str, Place], bool], ...]
-    kept: tuple[Place, ...]
+    flats: dict[str, TensorPlace]
+    count_groups: tuple[tuple[int, tuple[int, ...], dict[str, TensorPlace], bool], ...]
+    kept: tuple[TensorPlace, ...]
     members: tuple[tuple[int, ...], ...]
 
     @property
@@ -175,7 +175,7 @@ class SharedArenas:
 
     def __init__(self) -> None:
         self.arenas: dict[int, Arena] = {}
-        self._known: dict[int, Place] = {}  # by address
+        self._known: dict[int, TensorPlace] = {}  # by address
         self._generation = 0
 
     def next_generation(self) -> int:
@@ -183,20 +183,20 @@ class SharedArenas:
         self._generation += 1
         return self._generation
 
-    def place_of(self, tensor: torch.Tensor) -> Place | None:
+    def place_of(self, tensor: torch.Tensor) -> TensorPlace | None:
         """The place of this very tensor, if it is lent already."""
         place = self._known.get(tensor.data_ptr())
         same = place is not None and place.dtype == tensor.dtype
         return place if same and place is not None and place.shape == tensor.shape else None
 
-    def placed(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+    def placed(self, tensors: Sequence[torch.Tensor]) -> list[TensorPlace]:
         """The place of each; those not lent yet are copied first."""
         known = [self.place_of(tensor) for tensor in tensors]
         missing = [tensor for tensor, place in zip(tensors, known, strict=True) if place is None]
         fresh = iter(self.put(missing) if missing else [])
         return [next(fresh) if place is None else place for place in known]
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[TensorPlace]:
         """Copy these to a new arena.
 
         Raises:
@@ -206,7 +206,7 @@ class SharedArenas:
         for tensor in tensors:
             dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
             shape, stride = tuple(tensor.shape), tuple(dense.stride())
-            places.append(Place(len(self.arenas), end, tensor.dtype, shape, stride))
+            places.append(TensorPlace(len(self.arenas), end, tensor.dtype, shape, stride))
             end = align(end + tensor.numel() * tensor.dtype.itemsize)
         self.arenas[len(self.arenas)] = Arena.create(end)
         for place, tensor in zip(places, tensors, strict=True):

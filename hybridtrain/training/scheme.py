@@ -194,7 +194,7 @@ def world_of(
     server: Server,
     judge: Judge,
     way: Workers,
-    places: Sequence[str],
+    device_names: Sequence[str],
     worker_updates: bool,
     others: OtherHosts | None = None,
     report: SlowReport | None = None,
@@ -210,7 +210,7 @@ def world_of(
         scheme.stop_grace_s,
         judge,
         watchdog,
-        places,
+        device_names,
         worker_updates,
         others,
     )

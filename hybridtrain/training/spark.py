@@ -78,7 +78,7 @@ def rdd_of(data: Any) -> Any:
 
 
 @dataclass
-class Place:
+class PartitionProgress:
     """How far the updates of a partition count: portions that are done, updates of the next."""
 
     portion: int = 0
@@ -117,7 +117,7 @@ class Desk(Door):
         self._slots, self._over = n_slots, False
         self._came: SimpleQueue[tuple[_Line, tuple[int, int]] | None] = SimpleQueue()
         self._lines: set[_Line] = set()
-        self._places: defaultdict[tuple[int, int], Place] = defaultdict(Place)
+        self._progress = defaultdict[tuple[int, int], PartitionProgress](PartitionProgress)
         super().__init__(address, port, key, {})
 
     def _misfit(self, said: dict[str, Any]) -> str | None:
@@ -162,7 +162,7 @@ class Desk(Door):
         while (came := self._came.get()) is not None:
             line, key = came
             try:
-                self._talk(line, self._places[key], worker)
+                self._talk(line, self._progress[key], worker)
             except _Ended:
                 self._drop(line)
             except BaseException:
@@ -182,8 +182,8 @@ class Desk(Door):
                 return
         self._drop(line)
 
-    def _talk(self, line: _Line, place: Place, worker: Worker) -> None:
-        line.say({"portion": place.portion})
+    def _talk(self, line: _Line, progress: PartitionProgress, worker: Worker) -> None:
+        line.say({"portion": progress.portion})
         while True:
             said = line.hear()
             match said:
@@ -193,13 +193,13 @@ class Desk(Door):
                 case {"portion": int(portion), "update": int(n), "sizes": list(sizes)}:
                     gradients = line.gradients(sizes, worker)
                     with self._lock:
-                        counts = place.takes(portion, n)
+                        counts = progress.takes(portion, n)
                     if counts:
                         worker.push(gradients, samples=said.get("rows"))
                     line.say({"counts": counts})
                 case {"ends": int(portion)}:
                     with self._lock:
-                        place.ends(portion)
+                        progress.ends(portion)
                 case {"done": True}:
                     return
                 case _:

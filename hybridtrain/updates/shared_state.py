@@ -18,7 +18,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
-from hybridtrain.memory.arena import Place, SharedState
+from hybridtrain.memory.arena import SharedState, TensorPlace
 from hybridtrain.updates.base import Again, StepInput
 from hybridtrain.updates.per_tensor import PerTensorUpdate
 
@@ -117,14 +117,14 @@ class SharedStateOptimizer(PerTensorUpdate):
 
     def _placed(
         self, found: Sequence[tuple[int, str, torch.Tensor]]
-    ) -> dict[int, dict[str, Place]]:
+    ) -> dict[int, dict[str, TensorPlace]]:
         """The place of each tensor, after new ones have been moved."""
         known = {(n, key): self._known_place(n, key, tensor) for n, key, tensor in found}
         fresh = [(n, key, tensor) for n, key, tensor in found if known[n, key] is None]
         if fresh:
             made = self._lending.put([tensor for _, _, tensor in fresh])
             known |= {(n, key): place for (n, key, _), place in zip(fresh, made, strict=True)}
-        placed: dict[int, dict[str, Place]] = {}
+        placed: dict[int, dict[str, TensorPlace]] = {}
         states = dict(self._states())
         for (number, key), place in known.items():
             assert place is not None, "all have been placed"
@@ -132,7 +132,7 @@ class SharedStateOptimizer(PerTensorUpdate):
             states[number][key] = place.view(self._lending.arenas)
         return placed
 
-    def _known_place(self, number: int, key: str, tensor: torch.Tensor) -> Place | None:
+    def _known_place(self, number: int, key: str, tensor: torch.Tensor) -> TensorPlace | None:
         """The tensor's place, if it has one; a tensor that replaces a lent one is copied there."""
         if (place := self._lending.place_of(tensor)) is not None:
             return place

@@ -17,7 +17,7 @@ _LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class HostPlace:
     """A host's place among the hosts of a run.
 
     Args:
@@ -62,7 +62,7 @@ def found_engine() -> str:
     return "Slurm" if "SLURM_NTASKS" in os.environ and not interactive else "variables"
 
 
-def place_by_variables(n_hosts: int, engine: str | None = None) -> Place:
+def place_by_variables(n_hosts: int, engine: str | None = None) -> HostPlace:
     """This process' place in a run of so many hosts.
 
     Args:
@@ -72,12 +72,12 @@ def place_by_variables(n_hosts: int, engine: str | None = None) -> Place:
         UserError: if variables are missing, wrong, or do not agree with the number of hosts.
     """
     if n_hosts == 1:
-        return Place()
+        return HostPlace()
     engine = engine or found_engine()
     return {"torchrun": _by_torchrun, "Slurm": _by_slurm, "variables": _by_hand}[engine](n_hosts)
 
 
-def _by_torchrun(n_hosts: int) -> Place:
+def _by_torchrun(n_hosts: int) -> HostPlace:
     n_processes = _number("LOCAL_WORLD_SIZE", "torchrun", 1)
     if n_processes > 1:
         raise UserError(
@@ -90,7 +90,7 @@ def _by_torchrun(n_hosts: int) -> Place:
         raise _disagree(n_hosts, f"torchrun runs on {agents}", f"torchrun --nnodes {n_hosts}")
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     host = _number("GROUP_RANK", "torchrun", 0, n_hosts - 1)
-    return Place(
+    return HostPlace(
         host=host,
         n_hosts=n_hosts,
         address=_variable("MASTER_ADDR", "torchrun"),
@@ -101,7 +101,7 @@ def _by_torchrun(n_hosts: int) -> Place:
     )
 
 
-def _by_slurm(n_hosts: int) -> Place:
+def _by_slurm(n_hosts: int) -> HostPlace:
     nodes = _number("SLURM_NNODES", "Slurm", 1)
     if nodes != n_hosts:
         raise _disagree(n_hosts, f"Slurm's step runs on {nodes}", f"srun --nodes={n_hosts}")
@@ -112,7 +112,7 @@ def _by_slurm(n_hosts: int) -> Place:
             "--cpus-per-task=CORES, and trainer.devices=N for N workers on each host"
         )
     job = os.environ.get("SLURM_JOB_ID", "0")
-    return Place(
+    return HostPlace(
         host=_number("SLURM_NODEID", "Slurm", 0, n_hosts - 1),
         n_hosts=n_hosts,
         address=os.environ.get("MASTER_ADDR") or _first(_variable("SLURM_NODELIST", "Slurm")),
@@ -122,14 +122,14 @@ def _by_slurm(n_hosts: int) -> Place:
     )
 
 
-def _by_hand(n_hosts: int) -> Place:
+def _by_hand(n_hosts: int) -> HostPlace:
     if _number("LOCAL_WORLD_SIZE", "it", 1, default=1) > 1 or "LOCAL_RANK" in os.environ:
         raise UserError(
             f"num_nodes={n_hosts} was given, and LOCAL_RANK says that this is one of several "
             "processes of its host, but one process on each host starts the workers there; start "
             f"it once on each host, without LOCAL_RANK, with NODE_RANK=0 to {n_hosts - 1}"
         )
-    return Place(
+    return HostPlace(
         host=_number("NODE_RANK", "it", 0, n_hosts - 1),
         n_hosts=n_hosts,
         address=_variable("MASTER_ADDR", "it"),

@@ -31,7 +31,7 @@ from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.further_host import number_of_hosts
 from hybridtrain.cli.hydra_config import overrides_of
 from hybridtrain.cli.sweep import job_process, resumed
-from hybridtrain.cli.sweep.job_process import JobProcess, Place
+from hybridtrain.cli.sweep.job_process import JobProcess, JobResources
 from hybridtrain.cli.sweep.side_by_side import Job, run_jobs
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
@@ -171,12 +171,12 @@ class ProcessLauncher(Launcher):
         """
         began: dict[int, float] = {}
 
-        def start(job: Job, place: Place) -> JobProcess:
+        def start(job: Job, resources: JobResources) -> JobProcess:
             began[job.number] = time.monotonic()
-            where = f" (output: {place.output})" if place.output else ""
+            where = f" (output: {resources.output})" if resources.output else ""
             if tells:
                 print(f"{job}: {' '.join(job.overrides)}{where}", flush=True)
-            return self._start(job, place)
+            return self._start(job, resources)
 
         def end(job: Job, outcome: CommandOutcome) -> None:
             outcome = ended(job, outcome)
@@ -194,13 +194,14 @@ class ProcessLauncher(Launcher):
         ROWS.sort(key=lambda row: row.number)
         DIRECTORY[:] = [Path(str(job.config.hydra.sweep.dir))]
 
-    def _start(self, job: Job, place: Place) -> JobProcess:
+    def _start(self, job: Job, resources: JobResources) -> JobProcess:
+        config = job.config
         if not self._forks():
-            return job_process.start_fresh(job.config, place)
-        decide_by_configuration(job.config)
+            return job_process.start_fresh(config, resources)
+        decide_by_configuration(config)
         import hybridtrain.cli.run  # noqa: F401  (torch and Lightning, once for all jobs)
 
-        return job_process.start_forked(self.hydra_context, self.task_function, job.config, place)
+        return job_process.start_forked(self.hydra_context, self.task_function, config, resources)
 
     def _forks(self) -> bool:
         if self.start_method != "auto":

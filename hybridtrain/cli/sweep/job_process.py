@@ -43,7 +43,7 @@ def remember_environment() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JobResources:
     """Where a job runs: its cores and GPUs (empty: all), and the file that it prints to, if any.
 
     ``reports``: its mailbox, if the sweep listens.
@@ -81,17 +81,17 @@ class JobProcess:
 
 
 def start_forked(
-    context: HydraContext, task: TaskFunction, config: DictConfig, place: Place
+    context: HydraContext, task: TaskFunction, config: DictConfig, resources: JobResources
 ) -> JobProcess:
     """Start the job in a forked child, which shares this process' imports."""
     result = _result_file()
-    arguments = (result.fileno(), os.getpid(), context, task, config, place)
+    arguments = (result.fileno(), os.getpid(), context, task, config, resources)
     child = multiprocessing.get_context("fork").Process(target=_forked_main, args=arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())  # ours are not the child's
     try:
-        with _on_cores(place.cores):
+        with _on_cores(resources.cores):
             child.start()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
@@ -106,7 +106,7 @@ def _forked_main(
     context: HydraContext,
     task: TaskFunction,
     config: DictConfig,
-    place: Place,
+    resources: JobResources,
 ) -> None:
     from hybridtrain.worlds.local.parent_death import die_with_parent
 
@@ -117,9 +117,9 @@ def _forked_main(
         signal.signal(signum, default)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
     os.environ.clear()
-    os.environ.update(_environment(place))
-    if place.output is not None:
-        with place.output.open("ab") as file:
+    os.environ.update(_environment(resources))
+    if resources.output is not None:
+        with resources.output.open("ab") as file:
             for fd in {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}:
                 os.dup2(file.fileno(), fd)
     hush()
@@ -148,16 +148,16 @@ def _hydra_job(context: HydraContext, task: TaskFunction, config: DictConfig) ->
     return outcome
 
 
-def start_fresh(config: DictConfig, place: Place) -> JobProcess:
+def start_fresh(config: DictConfig, resources: JobResources) -> JobProcess:
     """Start the job in a fresh interpreter: the same command with this job's overrides."""
     directory = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
     result = _result_file()
     fd = result.fileno()
-    environment = _environment(place) | {RESULT: str(fd), PARENT: str(os.getpid())}
+    environment = _environment(resources) | {RESULT: str(fd), PARENT: str(os.getpid())}
     command = _command(config, directory)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_on_cores(place.cores))
-        output = None if place.output is None else stack.enter_context(place.output.open("ab"))
+        stack.enter_context(_on_cores(resources.cores))
+        output = resources.output and stack.enter_context(resources.output.open("ab"))
         streams: dict[str, Any] = {"stdout": output, "stderr": output}
         child = subprocess.Popen(
             command, env=environment, process_group=0, pass_fds=(fd,), **streams
@@ -169,9 +169,9 @@ def _result_file() -> BinaryIO:
     return open(anonymous_descriptor(), "r+b")  # noqa: PTH123  (it has no path)
 
 
-def _environment(place: Place) -> dict[str, str]:
-    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)} if place.gpus else {}
-    reports = {REPORTS: place.reports} if place.reports else {}
+def _environment(resources: JobResources) -> dict[str, str]:
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(resources.gpus)} if resources.gpus else {}
+    reports = {REPORTS: resources.reports} if resources.reports else {}
     return ENVIRONMENT | gpus | reports
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, ListConfig
 
 from hybridtrain.cli.exit_status import CommandOutcome
-from hybridtrain.cli.sweep.job_process import ENVIRONMENT, JobProcess, Place, passing_on
+from hybridtrain.cli.sweep.job_process import ENVIRONMENT, JobProcess, JobResources, passing_on
 
 AtOnce = int | Literal["auto"]
 OUTPUT_FILE = "output.txt"
@@ -51,7 +51,7 @@ class Job:
         return f"--- job {self.number + 1}{of}"
 
 
-Start = Callable[[Job, Place], JobProcess]
+Start = Callable[[Job, JobResources], JobProcess]
 
 
 def run_jobs(
@@ -70,14 +70,14 @@ def run_jobs(
     """
     room, next_job = Room(at_once), next(jobs, None)
     running: list[JobProcess] = []
-    about: dict[int, tuple[Job, Place]] = {}
+    about: dict[int, tuple[Job, JobResources]] = {}
     with _all_or_none(running), passing_on(running) as signals:
         patience_until_s = float("inf")
         while running or (next_job is not None and not signals):
-            while next_job and not signals and (place := room.take(next_job, running)):
-                process = start(next_job, place)
+            while next_job and not signals and (resources := room.take(next_job, running)):
+                process = start(next_job, resources)
                 running.append(process)
-                about[process.pid] = next_job, place
+                about[process.pid] = next_job, resources
                 for signum in signals:  # one that came before it was listed
                     process.send(signum)
                 next_job = next(jobs, None) if room.has_more(len(running)) else None
@@ -86,8 +86,8 @@ def run_jobs(
                 patience_until_s = time.monotonic() + PATIENCE_S
             for process in [x for x in running if x.code() is not None]:
                 running.remove(process)
-                job, place = about.pop(process.pid)
-                room.give_back(place)
+                job, resources = about.pop(process.pid)
+                room.give_back(resources)
                 ended(job, process.outcome(signals))
             if time.monotonic() > patience_until_s:
                 for process in running:
@@ -136,10 +136,10 @@ class Room:
         """Whether there may be room for one more job."""
         return n_running < self._at_once if self._at_once != "auto" else bool(self._cores)
 
-    def take(self, job: Job, running: list[JobProcess]) -> Place | None:
+    def take(self, job: Job, running: list[JobProcess]) -> JobResources | None:
         """A place for the job beside those that run; None: it has to wait."""
         if self._at_once == 1:
-            return None if running else Place(reports=job.reports)
+            return None if running else JobResources(reports=job.reports)
         n_gpus = _gpus_of(job.config, len(self._gpus))
         if self._at_once != "auto":
             if len(running) >= self._at_once:
@@ -153,12 +153,13 @@ class Room:
                 return None
         cores = _first(self._cores, n_cores)
         job.folder.mkdir(parents=True, exist_ok=True)
-        return Place(cores, _first(self._gpus, n_gpus), job.folder / OUTPUT_FILE, job.reports)
+        gpus, output = _first(self._gpus, n_gpus), job.folder / OUTPUT_FILE
+        return JobResources(cores, gpus, output, job.reports)
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, resources: JobResources) -> None:
         """The job there has ended."""
-        self._cores = sorted({*self._cores, *place.cores})
-        self._gpus = [*self._gpus, *place.gpus]
+        self._cores = sorted({*self._cores, *resources.cores})
+        self._gpus = [*self._gpus, *resources.gpus]
 
     def _has_memory(self, running: list[JobProcess]) -> bool:
         """Whether those that run may grow to the largest so far, and one more beside them."""

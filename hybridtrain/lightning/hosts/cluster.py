@@ -21,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.host_place import Place, is_loopback, place_by_variables
+from hybridtrain.util.host_place import HostPlace, is_loopback, place_by_variables
 from hybridtrain.worlds.hosts import sockets
 from hybridtrain.worlds.hosts.key import Key
 
@@ -35,7 +35,7 @@ _ENGINES: dict[type, str] = {
 }
 
 
-def place_of(num_nodes: int, environment: ClusterEnvironment | None) -> Place:
+def place_of(num_nodes: int, environment: ClusterEnvironment | None) -> HostPlace:
     """This process' place in a run on ``num_nodes`` hosts.
 
     Args:
@@ -46,7 +46,7 @@ def place_of(num_nodes: int, environment: ClusterEnvironment | None) -> Place:
     """
     if num_nodes == 1:
         _check_alone(environment)
-        return Place()
+        return HostPlace()
     if environment is None or type(environment) in _ENGINES:
         engine = None if environment is None else _ENGINES[type(environment)]
         return place_by_variables(num_nodes, engine)
@@ -63,7 +63,7 @@ def place_of(num_nodes: int, environment: ClusterEnvironment | None) -> Place:
             f"node_rank() must be from 0 to {num_nodes - 1}"
         )
     address, port = environment.main_address, environment.main_port
-    return Place(host=host, n_hosts=num_nodes, address=address, port=port, engine=name)
+    return HostPlace(host=host, n_hosts=num_nodes, address=address, port=port, engine=name)
 
 
 def _check_alone(environment: ClusterEnvironment | None) -> None:
@@ -84,7 +84,7 @@ def _check_alone(environment: ClusterEnvironment | None) -> None:
         )
 
 
-def be_silent_beyond_host_0(place: Place) -> None:
+def be_silent_beyond_host_0(place: HostPlace) -> None:
     """Let Lightning take this process for one that neither logs nor writes, if it is not host 0.
 
     To be called before loggers and callbacks are made: by the command line before it builds them,
@@ -107,7 +107,7 @@ class Meeting(NamedTuple):
 
 
 @contextmanager
-def handed_over(place: Place, port: int, key: Key, path: str | Path | None) -> Iterator[None]:
+def handed_over(place: HostPlace, port: int, key: Key, path: str | Path | None) -> Iterator[None]:
     """On host 0: the other hosts can take the key of this run until the context ends.
 
     Args:
@@ -125,7 +125,7 @@ def handed_over(place: Place, port: int, key: Key, path: str | Path | None) -> I
         yield
 
 
-def take_key(place: Place, path: str | Path | None, patience_s: float = PATIENCE_S) -> Meeting:
+def take_key(place: HostPlace, path: str | Path | None, patience_s: float = PATIENCE_S) -> Meeting:
     """On another host: wait until host 0 has published the key, and return it.
 
     Raises:
@@ -140,7 +140,7 @@ def take_key(place: Place, path: str | Path | None, patience_s: float = PATIENCE
     return Meeting(given, place.address, place.port)
 
 
-def check_key_is_reachable(place: Place, path: str | Path | None) -> None:
+def check_key_is_reachable(place: HostPlace, path: str | Path | None) -> None:
     """Check that the hosts can get the same key.
 
     Raises:
@@ -155,7 +155,7 @@ def check_key_is_reachable(place: Place, path: str | Path | None) -> None:
         )
 
 
-def key_of(place: Place, path: str | Path | None) -> Key:
+def key_of(place: HostPlace, path: str | Path | None) -> Key:
     """On host 0: the key in the user's file, or a new one.
 
     Raises:
@@ -170,7 +170,7 @@ def key_of(place: Place, path: str | Path | None) -> Key:
 
 
 @contextmanager
-def _published(place: Place, port: int, key: bytes) -> Iterator[None]:
+def _published(place: HostPlace, port: int, key: bytes) -> Iterator[None]:
     store, over = _store(place, PATIENCE_S), Event()
     said = f"{address_towards(place)}\n{port}\n{key.hex()}"
 
@@ -190,7 +190,7 @@ def _published(place: Place, port: int, key: bytes) -> Iterator[None]:
         thread.join()
 
 
-def _from_store(place: Place, given: Key | None, patience_s: float) -> Meeting:
+def _from_store(place: HostPlace, given: Key | None, patience_s: float) -> Meeting:
     until, before = time.monotonic() + patience_s, b""
     store = _store(place, patience_s)
     while time.monotonic() < until:
@@ -210,7 +210,7 @@ def _from_store(place: Place, given: Key | None, patience_s: float) -> Meeting:
     )
 
 
-def _store(place: Place, patience_s: float) -> TCPStore:
+def _store(place: HostPlace, patience_s: float) -> TCPStore:
     try:
         return TCPStore(
             place.address,
@@ -227,11 +227,11 @@ def _store(place: Place, patience_s: float) -> TCPStore:
         ) from None
 
 
-def _name(place: Place) -> str:
+def _name(place: HostPlace) -> str:
     return f"hybridtrain/{place.run}/server"
 
 
-def address_towards(place: Place) -> str:
+def address_towards(place: HostPlace) -> str:
     """This host's address in the network in which torchrun's store is."""
     with suppress(OSError):
         family, kind, protocol, _, there = socket.getaddrinfo(

@@ -23,7 +23,7 @@ from hybridtrain.lightning.results.worker_result import WorkerResult
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, read
 from hybridtrain.monitoring.watchdog import to_stderr
-from hybridtrain.util.host_place import Place
+from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worlds.hosts.connection import HostConnection, Listener, dial
 from hybridtrain.worlds.hosts.orders import Over
 from hybridtrain.worlds.hosts.other_hosts import Hosts
@@ -86,7 +86,7 @@ def _whole(results: list[Any], scratch: Scratch) -> list[Any]:
 
 
 def gathered(
-    place: Place,
+    place: HostPlace,
     path: str | Path | None,
     about: Mapping[str, Any],
     patience_s: float = PATIENCE_S,
@@ -109,7 +109,7 @@ def gathered(
 
 @contextmanager
 def _gathering(
-    place: Place, path: str | Path | None, about: Mapping[str, Any]
+    place: HostPlace, path: str | Path | None, about: Mapping[str, Any]
 ) -> Iterator[_Gathering]:
     """Let other hosts come until the context ends."""
     key = key_of(place, path)
@@ -240,7 +240,10 @@ def _news(text: str) -> Iterator[None]:
 
 @contextmanager
 def reached(
-    place: Place, path: str | Path | None, about: Mapping[str, Any], patience_s: float = PATIENCE_S
+    place: HostPlace,
+    path: str | Path | None,
+    about: Mapping[str, Any],
+    patience_s: float = PATIENCE_S,
 ) -> Iterator[HostConnection]:
     """On another host: the connection to host 0.
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hybridtrain.memory import Arena
-from hybridtrain.memory.arena import Place, SharedState
+from hybridtrain.memory.arena import SharedState, TensorPlace
 from hybridtrain.profiling import Phase
 from hybridtrain.protocol.messages import GetState, Push, Released, Row, StepRequest
 from hybridtrain.training.step.gradient_step import GradientStep
@@ -161,7 +161,7 @@ class InPlace:
                 self._state[parameter][STEP] = deepcopy(lent.steps[number])
         return self._state[parameter]
 
-    def _view(self, place: Place) -> torch.Tensor:
+    def _view(self, place: TensorPlace) -> torch.Tensor:
         if place.arena not in self._arenas:
             self._arenas[place.arena] = self._client.map(GetState(arena=place.arena))
         return place.view(self._arenas)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hybridtrain.memory import Arena, Layout, Store, UpdateMaker
-from hybridtrain.memory.arena import LentState, Place
+from hybridtrain.memory.arena import LentState, TensorPlace
 from hybridtrain.updates.flat.chunks import StepCountGroup
 from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.groups import Groups, members_of
@@ -68,7 +68,7 @@ class Lender:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._room: dict[int, Place] = {}  # address of a tensor -> place of its backup
+        self._room: dict[int, TensorPlace] = {}  # address of a tensor -> place of its backup
         self._lent: LentFlatUpdate | None = None  # the last
         self._known: object = None  # its shape when it was lent
 
@@ -98,7 +98,7 @@ class Lender:
         flats = dict(zip(names, places, strict=False))
         return LentState(flats, tuple(told), kept, update.members)
 
-    def _room_for(self, tensors: list[torch.Tensor]) -> list[Place]:
+    def _room_for(self, tensors: list[torch.Tensor]) -> list[TensorPlace]:
         missing = [tensor for tensor in tensors if tensor.data_ptr() not in self._room]
         places = self._store.lending.put(missing) if missing else []
         self._room |= {t.data_ptr(): p for t, p in zip(missing, places, strict=True)}

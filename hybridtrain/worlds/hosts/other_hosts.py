@@ -139,7 +139,7 @@ class OtherHost:
             selector.register(self.connection, EVENT_READ, ("host", self))
         self.flush()  # what an earlier process of the worker was to get
         for number in numbers:
-            self.workers[number] = RemoteWorker(number, self, place=self.name)
+            self.workers[number] = RemoteWorker(number, self, location=self.name)
         self.tell(StartWorkers(tuple(numbers), told, self._fresh))
         self._fresh = False
 

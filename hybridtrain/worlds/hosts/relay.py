@@ -75,7 +75,7 @@ class Relay:
         start_method: ``fork``, ``spawn`` or ``forkserver``.
         threads_per_worker: torch threads of each worker.
         watchdog: finds workers that hang.
-        places: the device of each worker, in words.
+        device_names: of each worker, in words.
         grace_s: how long workers may take to stop, after a signal that nobody answers.
         sums: hand over the mean of this host's gradients in place of each.
     """
@@ -87,7 +87,7 @@ class Relay:
     start_method: str = "fork"
     threads_per_worker: int = 1
     watchdog: Watchdog = field(default_factory=Watchdog)
-    places: Sequence[str] = ()
+    device_names: Sequence[str] = ()
     grace_s: float = 30.0
     sums: bool = False
     _signals: list[int] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Relay:
             self.start_method,
             self.threads_per_worker,
             bodies,
-            self.places,
+            self.device_names,
             worker_updates=self.requirements.together > 1,
             first=self.numbers[0],
             apart=True,

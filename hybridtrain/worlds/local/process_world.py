@@ -170,7 +170,7 @@ class ProcessWorld:
         grace_s: time for workers to stop before they are killed.
         judge: decides after a failure.
         watchdog: finds workers that hang.
-        places: the device of each worker, in words.
+        device_names: of each worker, in words.
         worker_updates: workers may make updates in shared memory, without the server.
         others: the other hosts of the run, if there are any.
     """
@@ -182,7 +182,7 @@ class ProcessWorld:
     grace_s: float = 30.0
     judge: Judge = field(default_factory=lambda: Judge(OnFailure()))
     watchdog: Watchdog = field(default_factory=Watchdog)
-    places: Sequence[str] = ()
+    device_names: Sequence[str] = ()
     worker_updates: bool = False
     others: OtherHosts | None = None
     _failure: BaseException | None = None
@@ -242,7 +242,7 @@ class ProcessWorld:
             self.start_method,
             self.threads_per_worker,
             bodies,
-            self.places,
+            self.device_names,
             self.worker_updates,
             apart=self.others is not None,
         )
@@ -378,7 +378,7 @@ class ProcessWorld:
                 self._on(Completed(number))
             case Failed():
                 worker.ask(None)
-                self._fail(worker, message.rebuild(number, worker.place), message.waits)
+                self._fail(worker, message.rebuild(number, worker.location), message.waits)
             case Progress(whom, payload, question):
                 self._do(roster.told(number, whom, question, payload), selector)
             case Saved(well):

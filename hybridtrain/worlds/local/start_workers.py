@@ -59,14 +59,14 @@ Bodies = Callable[[Told | None], Body]
 class WorkerHandle(ABC):
     """The server's side of a worker's process, on this host or another.
 
-    ``number``: of the worker; ``place``: its device, in words; ``gone``: the process has ended;
-    ``mourned``: the server knows of the loss (the process may still run); ``cause``: why the parent
-    has killed it; ``request``: its unanswered message; ``heard``: number of its messages;
-    ``counts``: its death is not part of another's.
+    ``number``: of the worker; ``location``: its device or host, in words; ``gone``: the process
+    has ended; ``mourned``: the server knows of the loss (the process may still run); ``cause``: why
+    the parent has killed it; ``request``: its unanswered message; ``heard``: number of its
+    messages; ``counts``: its death is not part of another's.
     """
 
     number: int
-    place: str = field(default="", kw_only=True)
+    location: str = field(default="", kw_only=True)
     result: Any = field(default=None, kw_only=True)
     gone: bool = field(default=False, kw_only=True)
     mourned: bool = field(default=False, kw_only=True)
@@ -158,8 +158,8 @@ class WorkerProcess(WorkerHandle):
     _room: int | None = None  # a descriptor to watch for writability
 
     @classmethod
-    def of(cls, number: int, channel: Channel, process: BaseProcess, place: str) -> WorkerProcess:
-        """Wrap a process just started; ``place``: its device, in words.
+    def of(cls, number: int, channel: Channel, process: BaseProcess, device: str) -> WorkerProcess:
+        """Wrap a process just started; ``device``: in words.
 
         Raises:
             OSError: if there are no descriptors left.
@@ -168,7 +168,7 @@ class WorkerProcess(WorkerHandle):
         with suppress(OSError):  # it has ended already, which the sentinel reports
             channel.give_bells(heartbeat)
         beats = Heartbeat(heartbeat)
-        return cls(number, channel, process, _sentinel(process), beats, place=place)
+        return cls(number, channel, process, _sentinel(process), beats, location=device)
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -269,7 +269,8 @@ class WorkerProcess(WorkerHandle):
 
     def where(self) -> str:
         """Its last activity, and its device."""
-        return f"{self.heartbeat.where}, on {self.place}" if self.place else self.heartbeat.where
+        where = self.heartbeat.where
+        return f"{where}, on {self.location}" if self.location else where
 
 
 def _sentinel(process: BaseProcess) -> int:
@@ -292,7 +293,7 @@ class WorkerStarter:
         start_method: ``fork``, ``spawn`` or ``forkserver``.
         threads: torch threads of each worker.
         bodies: make the workers' function.
-        places: the device of each worker of this host, in words.
+        device_names: of each worker of this host, in words.
         worker_updates: workers may make updates in shared memory, if there is ``eventfd``.
         first: number of this host's first worker.
         apart: there are workers on other hosts.
@@ -304,7 +305,7 @@ class WorkerStarter:
     start_method: str
     threads: int
     bodies: Bodies
-    places: Sequence[str] = ()
+    device_names: Sequence[str] = ()
     worker_updates: bool = False
     first: int = 0
     apart: bool = False
@@ -361,7 +362,7 @@ class WorkerStarter:
         processes = self._spawner.start(run_worker, rows)
         try:
             started = [
-                WorkerProcess.of(n, Channel(pairs[n][0]), process, self._place(n))
+                WorkerProcess.of(n, Channel(pairs[n][0]), process, self._device_name(n))
                 for n, process in zip(numbers, processes, strict=True)
             ]
         except BaseException:
@@ -372,8 +373,8 @@ class WorkerStarter:
         for worker in started:
             worker.attend(selector)
 
-    def _place(self, number: int) -> str:
-        return self.places[number - self.first] if self.places else ""
+    def _device_name(self, number: int) -> str:
+        return self.device_names[number - self.first] if self.device_names else ""
 
     def kill(self) -> None:
         """Kill all processes."""

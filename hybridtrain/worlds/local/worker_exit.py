@@ -42,9 +42,9 @@ class Failed:
             payload = b""
         return cls(payload, text, where, waits)
 
-    def rebuild(self, worker: int, place: str = "") -> BaseException:
+    def rebuild(self, worker: int, location: str = "") -> BaseException:
         """The exception, with the worker's number and traceback attached as a note."""
-        where = "".join(f", {each}" for each in (self.where, place and f"on {place}") if each)
+        where = "".join(f", {each}" for each in (self.where, location and f"on {location}") if each)
         note = f"This happened in worker {worker}{where}:\n{self.text}"
         try:
             error = pickle.loads(self.exception)

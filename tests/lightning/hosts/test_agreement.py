@@ -26,7 +26,7 @@ from hybridtrain.lightning.hosts.agreement import (
 )
 from hybridtrain.lightning.hosts.cluster import Meeting
 from hybridtrain.policies.basic import WaitForAll
-from hybridtrain.util.host_place import Place
+from hybridtrain.util.host_place import HostPlace
 from tests.lightning.toys import make_trainer
 
 
@@ -170,7 +170,7 @@ def test_another_host_says_what_it_waits_for(
         return connection
 
     monkeypatch.setattr(joining, "dial", dialled)
-    place = Place(host=1, n_hosts=2, address="far", port=7)
+    place = HostPlace(host=1, n_hosts=2, address="far", port=7)
     with joining.reached(place, None, {}):
         n_threads = threading.active_count()
     assert "host 1 waits for host 0 at far, port 7" in capfd.readouterr().err

@@ -24,7 +24,7 @@ from hybridtrain.lightning.hosts.cluster import (
     place_of,
     take_key,
 )
-from hybridtrain.util.host_place import Place
+from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worlds.hosts import sockets
 from hybridtrain.worlds.hosts.key import Key
 
@@ -64,20 +64,20 @@ def test_torchrun_slurm_and_variables_say_which_host_this_is(
 ) -> None:
     one, address = {"host": 1, "n_hosts": 2}, "10.0.0.7"
     started(monkeypatch, VARIABLES)
-    by_hand = Place(**one, address=address, port=2345, engine="variables")
+    by_hand = HostPlace(**one, address=address, port=2345, engine="variables")
     assert place_of(2, LightningEnvironment()) == by_hand
     started(monkeypatch, SLURM)
-    given = Place(**one, address=address, port=2345, run="1234567.3", engine="Slurm")
+    given = HostPlace(**one, address=address, port=2345, run="1234567.3", engine="Slurm")
     assert place_of(2, None) == given
     for name in VARIABLES:
         monkeypatch.delenv(name)
     assert place_of(2, None) == replace(given, address="n05", port=19567)
     started(monkeypatch, TORCHRUN)  # within Slurm, as Lightning decides
-    elastic = Place(**one, address=address, run="a", engine="torchrun", store_port=2345)
+    elastic = HostPlace(**one, address=address, run="a", engine="torchrun", store_port=2345)
     assert place_of(2, None) == elastic
     started(monkeypatch, VARIABLES)
     assert place_of(2, LightningEnvironment()) == by_hand  # chosen as a plugin
-    assert place_of(1, None) == Place()
+    assert place_of(1, None) == HostPlace()
 
 
 class Own(LightningEnvironment):
@@ -154,15 +154,15 @@ def test_an_environment_that_does_not_agree(environment: ClusterEnvironment, mat
 
 def test_only_host_0_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 0)
-    be_silent_beyond_host_0(Place(host=0, n_hosts=2))
+    be_silent_beyond_host_0(HostPlace(host=0, n_hosts=2))
     assert rank_zero_only.rank == 0  # type: ignore[attr-defined]
-    be_silent_beyond_host_0(Place(host=1, n_hosts=2))
+    be_silent_beyond_host_0(HostPlace(host=1, n_hosts=2))
     assert rank_zero_only.rank == 1  # type: ignore[attr-defined]
 
 
 # ---- the key ------------------------------------------------------------------------------------
 
-HERE = Place(host=1, n_hosts=2, port=2345, engine="variables")
+HERE = HostPlace(host=1, n_hosts=2, port=2345, engine="variables")
 KEY = Key(b"authority", b"certificate", b"private")
 
 
@@ -254,7 +254,7 @@ def test_torchruns_store_hands_over_key_and_port_while_host_0_lives(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Key, "read", lambda path: KEY)
-    place = Place(host=1, n_hosts=2, run="a", engine="torchrun", store_port=store.port)
+    place = HostPlace(host=1, n_hosts=2, run="a", engine="torchrun", store_port=store.port)
     with pytest.raises(UserError, match="host 0 of 2 has not come"):
         take_key(place, None, 1)
     with handed_over(replace(place, host=0), 7, KEY, None):
@@ -270,13 +270,13 @@ def test_torchruns_store_hands_over_key_and_port_while_host_0_lives(
 def test_a_store_that_is_not_there_is_one_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place = Place(host=1, n_hosts=2, run="a", engine="torchrun", store_port=port)
+    place = HostPlace(host=1, n_hosts=2, run="a", engine="torchrun", store_port=port)
     with pytest.raises(UserError, match=re.escape(f"store at 127.0.0.1:{port} does not answer")):
         take_key(place, None, 0.5)
 
 
 def test_host_0_publishes_the_address_by_which_it_reaches_the_store() -> None:
-    assert cluster.address_towards(Place(n_hosts=2, store_port=9)) == "127.0.0.1"
-    assert cluster.address_towards(Place(n_hosts=2, address="nowhere.invalid", store_port=9)) == (
-        "nowhere.invalid"
-    )
+    assert cluster.address_towards(HostPlace(n_hosts=2, store_port=9)) == "127.0.0.1"
+    assert cluster.address_towards(
+        HostPlace(n_hosts=2, address="nowhere.invalid", store_port=9)
+    ) == ("nowhere.invalid")
