@@ -359,7 +359,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         tear_down(trainer)
         return pack(trainer, None, job.room)
     except StopRequested as stop:
-        context.hand_over_last()
+        context.exchange_last_steps()
         client.note(Stopped())
         client.go_alone()
         take_turn_saving(trainer)

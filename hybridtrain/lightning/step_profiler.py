@@ -171,7 +171,7 @@ class StepProfiler(Profiler):
             timed(track, owner, method, Phase.UPDATE, name)
         timed(track, session.guard, "accepts", Phase.PUSH, "are gradients finite")
         self._watch_steps(track, session)
-        follow(session, "_hand_over", lambda: self._watch_steps(track, session))
+        follow(session, "_install_optimizers", lambda: self._watch_steps(track, session))
 
     def _watch_steps(self, track: Track, session: Any) -> None:
         for step in session.steps:

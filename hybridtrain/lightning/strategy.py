@@ -144,7 +144,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     callbacks_at_home: list[pl.Callback] | None = None  # of workers
     _abstains = False
     saves_alone = False  # this worker writes a checkpoint that the others do not know of
-    tells = False  # it sends the state of training, perhaps in the middle of a step
+    reports_progress = False  # it sends the state of training, perhaps in the middle of a step
     before_configuring: ModuleState | None = None  # the module's attributes after setup
     _has_asked = False  # whether it may begin at all
     _absence: Absence
@@ -196,7 +196,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def enter_worker(self, client: Client, trainer: Any, back: Rejoin | None = None) -> None:
         """Make this process a worker; ``back``: in place of a lost one."""
         self._client, self._back = client, back
-        client.listeners.on_invitation(self._come)
+        client.listeners.on_invitation(self._join_others)
         self._collectives = Collectives(client, self.root_device)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.requirements, self.data_options)
@@ -382,25 +382,25 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if self._count is not None:
             self._count.begin_batch()
 
-    def flush(self, ends: bool = False) -> None:
+    def exchange_own_steps(self, ends: bool = False) -> None:
         """Exchange the results of own steps, if all workers do so here.
 
         In lock-step only where no step follows in this epoch (``ends``: Lightning may not know it
         yet): a validation within an epoch must not move the masters.
         """
         session = self._session
-        if session is None or not self._all_come:
+        if session is None or not self._may_exchange:
             return
         ends = ends or has_ended_epoch(session.trainer)
         if ends or not self.requirements.whole_rounds:
-            self._hand_over(session, ends)
+            self._exchange(session, ends)
 
-    def _hand_over(self, session: Session, ends: bool = True) -> None:
+    def _exchange(self, session: Session, ends: bool = True) -> None:
         session.flush(ends)
         if self._loaders is not None:
             self._loaders.settle()
 
-    def hand_over_last(self) -> None:
+    def exchange_last_steps(self) -> None:
         """A free-running worker stops: exchange its own steps since the last exchange.
 
         In lock-step all workers would have to exchange: a resumed run repeats these steps. It
@@ -412,32 +412,32 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if session is None or wants.whole_rounds or wants.evaluates or not asked or begun:
             return
         if session.has_own_parameters:
-            self._hand_over(session)
+            self._exchange(session)
 
-    def _come(self, to: str) -> None:
+    def _join_others(self, to: str) -> None:
         """Take part in the other workers' exchange or checkpoint, while this worker waits."""
         assert self._session is not None, "it trains"
         if to == "round":
-            self._hand_over(self._session)
+            self._exchange(self._session)
         else:
             self._session.gather_states()
 
     @property
-    def _all_come(self) -> bool:
+    def _may_exchange(self) -> bool:
         """Whether this worker may exchange here: all workers do, or they run freely."""
         stop = self.client.stop
         stopped = stop is not None and stop.behind is None
-        return not (stopped or self.client.solo or self.tells) and not (
-            self._alone and self.requirements.whole_rounds
+        return not (stopped or self.client.solo or self.reports_progress) and not (
+            self._acts_alone and self.requirements.whole_rounds
         )
 
     @property
-    def _all_meet(self) -> bool:
+    def _all_take_part(self) -> bool:
         """Whether this worker may start a collective operation here: all workers do."""
-        return self._all_come and not self.collectives.local and not self._alone
+        return self._may_exchange and not self.collectives.local and not self._acts_alone
 
     @property
-    def _alone(self) -> bool:
+    def _acts_alone(self) -> bool:
         return self.saves_alone or bool(self.collectives.alone)
 
     def validate_behind_last(self) -> None:
@@ -445,22 +445,25 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if self._count is not None:
             self._count.begin_rows()
 
-    def align(self, ends: bool = False) -> None:
-        """All workers meet and agree. ``ends``: see ``flush``."""
+    def synchronize_epoch(self, ends: bool = False) -> None:
+        """Synchronize all workers; they process what lost ones have left, and agree on stopping.
+
+        ``ends``: see ``exchange_own_steps``.
+        """
         self.client.settle()
-        self.flush(ends)  # before workers are asked whether samples are left
+        self.exchange_own_steps(ends)  # before workers are asked whether samples are left
         if self._losses is not None:
             self._losses.end_epoch()
-        self.meet(ends)
+        self.synchronize_workers(ends)
         self._absence.meet()
 
-    def meet(self, ends: bool = False) -> None:
-        """As ``align``, at the end of a worker's share, which need not end the epoch."""
-        self.flush(ends)
+    def synchronize_workers(self, ends: bool = False) -> None:
+        """At the end of a share: exchange own steps, agree on the version and on lost workers."""
+        self.exchange_own_steps(ends)
         self.collectives.stay_local(False)
         agree(self._session, self._count, self.collectives)
         self._has_asked &= not self.requirements.evaluates  # the masters are not what is evaluated
-        if self._count is None and self._session is not None and self._all_meet:
+        if self._count is None and self._session is not None and self._all_take_part:
             self._session.catch_up()
         if self._losses is not None:
             self._losses.meet()
@@ -485,13 +488,13 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             self.saves_alone = False
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_progress(self) -> Iterator[None]:
         """This worker sends the state of training, perhaps in the middle of a step."""
-        self.tells = True
+        self.reports_progress = True
         try:
             yield
         finally:
-            self.tells = False
+            self.reports_progress = False
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -509,11 +512,11 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def gather_states(self) -> None:
         """All save together: the writing worker receives each worker's own state."""
         session = self._session
-        if session is not None and session.has_own_state and self._all_meet:
+        if session is not None and session.has_own_state and self._all_take_part:
             self.client.settle()
             last = not self.requirements.whole_rounds or has_made_last_step(session.trainer)
             if last and session.has_own_parameters:
-                self._hand_over(session)
+                self._exchange(session)
             session.gather_states()
 
     def save_one_update(self, hook: Callable[[], None]) -> None:
@@ -545,11 +548,11 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
         own = self._session is not None and self._session.has_own_parameters
-        if self.tells and own:
+        if self.reports_progress and own:
             return  # own parameters must not change in the middle of a step
         between = self.collectives.local
         if not own:  # or it would exchange earlier than without a checkpoint
-            self.flush()
+            self.exchange_own_steps()
         if self._count is not None and self._session is not None and self.is_global_zero:
             self._snapshot = self._session.snapshot(self._count.reach, between)
 
@@ -558,7 +561,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if self._decided is not None:
             return self._decided
         state = super().lightning_module_state_dict()
-        if self.tells:  # parameters lie in host memory already
+        if self.reports_progress:  # parameters lie in host memory already
             assert self.lightning_module is not None
             named = dict(self.lightning_module.named_parameters(remove_duplicate=False))
             return {name: value for name, value in state.items() if name not in named}
@@ -569,7 +572,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         optimizer = plain_optimizer(optimizer)
         if not optimizer.param_groups:  # Lightning's stand-in: the module steps by itself
             return {}
-        session = self._session if self.is_global_zero and not self.tells else None
+        session = self._session if self.is_global_zero and not self.reports_progress else None
         if session is None or not session.steps:  # only worker 0 saves it
             return without_fetching(optimizer)
         if self._snapshot is None:

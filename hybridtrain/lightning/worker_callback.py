@@ -101,7 +101,7 @@ class WorkerCallback(pl.Callback):
         self.on_validation_epoch_end(trainer)
         self._strategy.measure_device()
         self._client.check_stop()
-        self._strategy.align(ends=True)
+        self._strategy.synchronize_epoch(ends=True)
         if self._advises:
             if self._strategy.requirements.evaluates:
                 warn_of_unused(trainer.optimizers)
@@ -114,7 +114,7 @@ class WorkerCallback(pl.Callback):
     def on_validation_start(self, *_: Any) -> None:
         """Before the other callbacks, which may swap parameters for the validation."""
         self._beat(Doing.EPOCH)
-        self._strategy.align()
+        self._strategy.synchronize_epoch()
 
     # ---- heartbeats -----------------------------------------------------------------------------
 

@@ -184,7 +184,7 @@ class WorkerSession:
         joins = self._client.joins
         if self.buffers is not None and not joins:
             self.buffers.keep(version)
-        numbers = self._hand_over(version, last)
+        numbers = self._install_optimizers(version, last)
         if self.buffers is not None and joins:  # it has those of a worker in the middle of a step
             self.buffers.put_back(version)
             self.buffers.keep(version)
@@ -195,7 +195,7 @@ class WorkerSession:
         self.replica.follow(n for each in numbers for n in each)
         self.replica.keep_sparse(sparse_numbers(self._optimizers, numbers))
 
-    def _hand_over(self, version: int, last: int | None = None) -> list[tuple[int, ...]]:
+    def _install_optimizers(self, version: int, last: int | None = None) -> list[tuple[int, ...]]:
         """Replace each ``optimizer.step`` with a ``WorkerStep``; returns the slot numbers.
 
         The leader sends the optimizers to the server. Those that have a step of this session

@@ -135,7 +135,7 @@ class Update(Protocol):
         """A copy of the optimizer's state, with the shapes of torch's ``state_dict``."""
         ...
 
-    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+    def release_optimizer(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
         """The optimizer with all its state, and its parameters by slot number."""
         ...
 

@@ -112,7 +112,7 @@ def for_sparse(
     """Replace the flat pass, which needs dense gradients, at the first sparse gradient."""
     if not isinstance(update, FlatUpdate) or not any(each.packed for each in contributions):
         return update
-    optimizer, parameters = update.hand_over()
+    optimizer, parameters = update.release_optimizer()
     update.close()
     if (rows := row_kernel(optimizer)) is not None:
         return ByRow(optimizer, list(parameters), store, pool, rows)

@@ -390,7 +390,7 @@ def regroup(
         store: holds the masters.
         pool: the threads that step.
     """
-    optimizer, parameters = update.hand_over()
+    optimizer, parameters = update.release_optimizer()
     update.close()
     for number, parameter in parameters.items():
         if parameter in optimizer.state:
@@ -413,7 +413,7 @@ def regroup(
 
 def with_state(update: Update, payload: bytes, store: Store, pool: Pool) -> Update:
     """The same optimizer with another state, by slot number in ``payload``."""
-    optimizer, parameters = update.hand_over()
+    optimizer, parameters = update.release_optimizer()
     update.close()
     states = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
     optimizer.state.clear()

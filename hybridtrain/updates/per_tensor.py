@@ -163,7 +163,7 @@ class PerTensorUpdate(Update):
             whole,
         )
 
-    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+    def release_optimizer(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
         self.settle()
         return self._optimizer, dict(zip(self._numbers, self._parameters, strict=True))
 

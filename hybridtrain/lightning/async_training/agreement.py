@@ -68,7 +68,7 @@ class Validations:
         """Whether a validation is due in any worker. All meet, once in an epoch."""
         epoch = self._trainer.fit_loop.epoch_progress.total.ready
         if self._decided is None or self._decided[0] != epoch:
-            self._strategy.align(ends=True)
+            self._strategy.synchronize_epoch(ends=True)
             self._decided = epoch, self._strategy.reduce_boolean_decision(mine, all=False)
         if self._decided[1]:
             self._strategy.validate_behind_last()

@@ -59,7 +59,7 @@ class LeaderFailover:
             if isinstance(callback, ProgressBar):
                 callback.enable()
                 callback.on_train_start(trainer, trainer.lightning_module)
-        hand_over(trainer)
+        become_leader(trainer)
 
     def _step_down(self) -> None:
         for callback in self._trainer.callbacks:
@@ -67,7 +67,7 @@ class LeaderFailover:
                 callback.disable()
 
 
-def hand_over(trainer: Any) -> None:
+def become_leader(trainer: Any) -> None:
     """Let callbacks that write files continue with those of another process."""
     for callback in trainer.callbacks:
         if (succeed := getattr(callback, "succeed", None)) is not None:

@@ -81,7 +81,7 @@ class LostSampleRedistribution:
     def end(self) -> None:
         """This worker has done its last mini-batch: meet the others, once."""
         if self._position.on(EpochEvent.REACHES_END):
-            self._strategy.meet()
+            self._strategy.synchronize_workers()
             # The hooks of this mini-batch follow, which not every worker has.
             self._strategy.collectives.stay_local(not self._whole_rounds)
 

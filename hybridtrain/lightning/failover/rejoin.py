@@ -22,7 +22,7 @@ from pytorch_lightning.loggers import CSVLogger
 from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.data.loaders import Loaders
-from hybridtrain.lightning.failover.leader_failover import hand_over
+from hybridtrain.lightning.failover.leader_failover import become_leader
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.hooks.loop_hooks import add_to_saved_logged_step
 from hybridtrain.lightning.hooks.points import Point, before
@@ -140,7 +140,7 @@ class RejoinState:
         """A checkpoint of the last whole step, from a worker in the middle of the next."""
         trainer, context = self._trainer, context_of(self._trainer)
         module = trainer.lightning_module
-        with context.telling():
+        with context.reporting_progress():
             checkpoint = dump_at_once(trainer)
         state = checkpoint["state_dict"]
         checkpoint = self._loaders.write(checkpoint, for_now=True)
@@ -208,7 +208,7 @@ class Rejoin:
     def catch_up(self) -> None:
         """Bring counters and schedulers to the current version, before training begins."""
         if self._trainer.is_global_zero:
-            hand_over(self._trainer)
+            become_leader(self._trainer)
         if context_of(self._trainer).requirements.whole_rounds:
             before, epoch = self._checkpoint["global_step"], self._trainer.num_training_batches
             step_schedulers(self._trainer, before, self._version, epoch)

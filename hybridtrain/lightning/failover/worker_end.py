@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.failover.leader_failover import hand_over
+from hybridtrain.lightning.failover.leader_failover import become_leader
 from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted, has_saved
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import Saved
@@ -81,7 +81,7 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
         if trainer.global_step == 0:
             return False
         if context.client.worker != 0:
-            hand_over(trainer)
+            become_leader(trainer)
         if context.step_rollback is not None:
             context.step_rollback.give_up()
         trainer.save_checkpoint(path)

@@ -137,7 +137,7 @@ class Session(WorkerSession):
     def _replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The user has put other optimizers into the trainer, in the same step of all workers."""
         self._optimizers = list(optimizers)
-        numbers = self._hand_over(
+        numbers = self._install_optimizers(
             max(step.version for step in self.steps), last_version(self.trainer)
         )
         for optimizer, inside in zip(self._optimizers, numbers, strict=True):

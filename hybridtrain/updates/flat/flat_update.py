@@ -363,7 +363,7 @@ class FlatUpdate(Update):
                 states[self._numbers[index]] = kept
         return Saved(states, groups=tuple(self._groups))
 
-    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+    def release_optimizer(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         numbered = dict(zip(self._numbers, parameters, strict=True))
         for number, state in self.state().parameters.items():

@@ -185,7 +185,7 @@ class Relay:
                 worker.ask(message)
                 if self._hold(worker, message):
                     continue
-                self._hand_over()
+                self._forward_held_pushes()
             self._forward(worker, message)
 
     def _forward(self, worker: WorkerProcess, message: Any) -> None:
@@ -228,10 +228,10 @@ class Relay:
         if len(self._held) == len(self.numbers):
             self._hand_over_sum()
         elif all(each.asked for each in running(self._starter.workers)):
-            self._hand_over()  # others have pushed before: a worker was restarted
+            self._forward_held_pushes()  # others have pushed before: a worker was restarted
         return True
 
-    def _hand_over(self) -> None:
+    def _forward_held_pushes(self) -> None:
         """Forward what was kept, as it is."""
         held, self._held = self._held, {}
         for number, push in held.items():
@@ -258,14 +258,14 @@ class Relay:
 
     def _reap(self, worker: WorkerProcess) -> None:
         self._listen(worker)  # its last messages
-        self._hand_over()
+        self._forward_held_pushes()
         worker.bury()
         self.connection.send(Ended(worker.number, worker.obituary(), worker.aftermath()))
 
     # ---- from the server to workers -------------------------------------------------------------
 
     def _obey(self, order: Any, selector: BaseSelector) -> None:
-        self._hand_over()
+        self._forward_held_pushes()
         match order:
             case StartWorkers():
                 self._start(order, selector)

@@ -23,9 +23,9 @@ class LooksInEachStep(Regression):
     def optimizer_step(self, *args: Any, **options: Any) -> None:
         super().optimizer_step(*args, **options)
         context: Any = context_of(self.trainer)
-        context.tells = True
+        context.reports_progress = True
         checkpoint = dump_at_once(self.trainer)
-        context.tells = False
+        context.reports_progress = False
         check_content(context._loaders.write(checkpoint, for_now=True), "a step", True)
 
 
