@@ -136,7 +136,7 @@ class Store:
         averaging: add a row for the mean of the gradients.
         holding: add a row of gradients for contributions that are held back.
         maker: who makes the updates.
-        n_round: int64 words, zero at first, for updates that workers make with borrowed state.
+        n_words: int64 words, zero at first, of the protocol by which workers make updates.
         here: the workers of this host, if not all are: the rows of others are not reserved.
     """
 
@@ -149,14 +149,14 @@ class Store:
         averaging: bool = False,
         holding: bool = False,
         maker: UpdateMaker = UpdateMaker.SERVER,
-        n_round: int = 0,
+        n_words: int = 0,
         here: Collection[int] | None = None,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
         self.private_parameters = private_parameters
         self.averaging = averaging
-        self.holding, self._n_round = holding, n_round
+        self.holding, self._n_protocol_words = holding, n_words
         self.maker, self.lending = maker, SharedArenas()
         self.held = n_workers  # the number of the row for held contributions
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
@@ -176,9 +176,9 @@ class Store:
         self._refreshed: set[int] = set()
         self.progress = UpdateProgress(self.arena.words(self._words, N_WORDS))
         made = self.arena.words(self._words + ALIGNMENT_BYTES, self._n_made)
-        self.made = MadeSteps(made, n_workers) if self._n_made else None
+        self.step_counts = MadeSteps(made, n_workers) if self._n_made else None
         behind = self._words + ALIGNMENT_BYTES + 8 * self._n_made
-        self.round = self.arena.words(behind, n_round)
+        self.protocol_words = self.arena.words(behind, n_words)
 
     @property
     def lock_free(self) -> bool:
@@ -200,7 +200,7 @@ class Store:
         self._state = end
         self._words = end + 2 * align(self.layout.state_bytes)
         self._n_made = MadeSteps.n_words(self.n_workers) if self.maker.counts_steps else 0
-        return self._words + ALIGNMENT_BYTES + 8 * (self._n_made + self._n_round)
+        return self._words + ALIGNMENT_BYTES + 8 * (self._n_made + self._n_protocol_words)
 
     def _unused(self) -> list[tuple[int, int]]:
         """The pages of workers' rows that will hold no gradients, or sparse ones."""

@@ -121,14 +121,14 @@ class Rounds:
         return self.store is not None and self.store.averaging
 
     @property
-    def _made_steps(self) -> MadeSteps | None:
+    def step_counts(self) -> MadeSteps | None:
         """The count of steps that workers make themselves, if they do."""
-        return None if self.store is None else self.store.made
+        return None if self.store is None else self.store.step_counts
 
     @property
     def version(self) -> int:
         """The number of updates, including unreported ones of workers."""
-        return self._statistics.version if (made := self._made_steps) is None else made.total
+        return self._statistics.version if (made := self.step_counts) is None else made.total
 
     @property
     def waiting(self) -> frozenset[int]:
@@ -215,7 +215,7 @@ class Rounds:
         if early is not None:
             early.drop()
 
-    def _begun(self, pushes: Mapping[int, Push]) -> Stepped | None:
+    def _take_early_step(self, pushes: Mapping[int, Push]) -> Stepped | None:
         early, self._early = self._early, None
         return None if early is None else early.take(pushes)
 
@@ -253,7 +253,7 @@ class Rounds:
 
     def count_untold(self, worker: int) -> None:
         """The worker is gone: count its unreported steps, as if it had pushed each."""
-        if (made := self._made_steps) is not None:
+        if (made := self.step_counts) is not None:
             for push in _unreported(made.untold(worker), self._queue.untold(worker)):
                 self._push(worker, push)
             made.cover(worker, 0)
@@ -357,9 +357,9 @@ class Rounds:
         pushes = {worker: self.pushed[worker] for worker in workers}
         for worker, push in pushes.items():
             self.take(worker, push.writes)
-        self._made(pushes, self._step(pushes))
+        self._count_update(pushes, self._step(pushes))
 
-    def _made(self, pushes: Mapping[int, Push], counted: Sequence[int]) -> None:
+    def _count_update(self, pushes: Mapping[int, Push], counted: Sequence[int]) -> None:
         """Count the update, unless the optimizer needs another evaluation."""
         again = any(worker in self._outcome and self._outcome[worker].again for worker in pushes)
         if not again and (counted or self._held or self.requirements.whole_rounds):
@@ -367,7 +367,7 @@ class Rounds:
             own = {w: push.age for w, push in pushes.items() if isinstance(push, MadeStep)}
             ages = [own[w] if w in own else seen(w) for w in counted]
             self._statistics.updated([*ages, *[age for _, age, _ in self._held]])
-            if (made := self._made_steps) is not None:
+            if (made := self.step_counts) is not None:
                 made.count(tuple(own))
         for worker, _, covers in self._held:
             self._queue.settle(worker, covers)
@@ -380,7 +380,7 @@ class Rounds:
         """Step each optimizer with its pushes; returns the workers whose contributions count."""
         counted: list[int] = []
         for number, own in _by_optimizer(pushes, self.optimizers.holding).items():
-            stepped = self._begun(own) or self.optimizers.step(own, number)
+            stepped = self._take_early_step(own) or self.optimizers.step(own, number)
             self._outcome.update(dict.fromkeys(own, stepped))
             counted += stepped.workers
         return counted
@@ -403,7 +403,7 @@ class Rounds:
         push = self.pushed[worker]
         self._queue.give_back(worker, push.covers)
         self.take(worker, push.writes)
-        self.optimizers.hear(worker, push.optimizer, push.changes)
+        self.optimizers.apply_changes(worker, push.optimizer, push.changes)
         self._statistics.dropped(worker, self._samples(push))
         self._outcome[worker] = _dropped(push)
 

@@ -262,7 +262,7 @@ class Server:
                 for call in calls:
                     self._forward(worker, call)
             case Changed(number, changes):
-                self.optimizers.hear(worker, number, changes)
+                self.optimizers.apply_changes(worker, number, changes)
             case Stopped():
                 return self._wishes.answer() + self._stop_waiting_for(worker)
         return []
@@ -366,8 +366,8 @@ class Server:
         optimizers.settle()
         if request.refresh:
             self._rounds.refresh(worker)
-        state, store = optimizers.dump(request.place), self.store
-        ahead = store.made.ahead if store is not None and store.made is not None else 0
+        state, steps = optimizers.dump(request.place), self._rounds.step_counts
+        ahead = 0 if steps is None else steps.ahead
         version = self.statistics.version + ahead  # the version of the optimizers' state
         counted = version - self.statistics.first_version, int(self.statistics.samples)
         return [(worker, OptimizerState(state, version, self._queue.unseen(), *counted))]
@@ -437,8 +437,8 @@ class Server:
     def _install(self, workers: list[int], install: Install) -> Done:
         store, known = self.store, self.optimizers.updates
         assert store is not None, "parameters are shared before optimizers are installed"
-        if not known and store.made is not None:
-            store.made.begin(install.version)
+        if not known and store.step_counts is not None:
+            store.step_counts.begin(install.version)
         updates = load_updates(install.optimizers, store, self._pool, known, self._merge)
         if not known:
             self.statistics.start(install.version)

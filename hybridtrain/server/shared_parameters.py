@@ -77,16 +77,16 @@ def made_store(
 
 def round_of(store: Store) -> SharedRound:
     """The shared round, where the last worker makes the update."""
-    return SharedRound(store.round, store.n_workers, store.arena.fd)
+    return SharedRound(store.protocol_words, store.n_workers, store.arena.fd)
 
 
 def locked_steps_of(store: Store) -> LockedSteps:
     """The lock of updates made one by one."""
-    assert store.made is not None, "workers count them"
-    return LockedSteps(store.round, store.made, store.arena.fd, step_log_of(store))
+    assert store.step_counts is not None, "workers count them"
+    return LockedSteps(store.protocol_words, store.step_counts, store.arena.fd, step_log_of(store))
 
 
 def step_log_of(store: Store) -> StepLog:
     """The log of updates that workers make with borrowed state."""
     each = store.n_workers if store.maker is UpdateMaker.LAST_WORKER else 1
-    return StepLog(store.round[-StepLog.n_words(each) :], each)
+    return StepLog(store.protocol_words[-StepLog.n_words(each) :], each)

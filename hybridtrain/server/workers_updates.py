@@ -87,9 +87,9 @@ class WorkersUpdates:
         """Hold the lock, so that no worker makes an update."""
         locked, lender, store = self._locked, self._lender, self._store
         assert locked is not None and lender is not None and store is not None, "they make some"
-        assert store.made is not None, "they count them"
+        assert store.step_counts is not None, "they count them"
         with locked.stopped(lender.restore, self._frees):
-            store.made.look()
+            store.step_counts.look()
             yield
             if lender.is_outdated(optimizers.updates):
                 locked.renew()

@@ -66,12 +66,12 @@ class Optimizers:
         self, updates: Sequence[Update] = (), store: Store | None = None, pool: Pool | None = None
     ) -> None:
         self._updates = list(updates)
-        self._place = None if store is None or pool is None else (store, pool)
-        self._first = [update.members for update in self._updates]
-        self._told: dict[tuple[int, int], Members] = {}  # (worker, optimizer) -> its groups
-        self._left: list[States] = [{} for _ in self._updates]
-        self._held: dict[int, Accumulator] = {}  # by optimizer
-        self._usual: tuple[Update | None, dict[int, float], list[Contribution]] = (None, {}, [])
+        self._memory = None if store is None or pool is None else (store, pool)
+        self._initial_groups = [update.members for update in self._updates]
+        self._worker_groups: dict[tuple[int, int], Members] = {}  # by worker, optimizer
+        self._departed_states: list[States] = [{} for _ in self._updates]
+        self._accumulated: dict[int, Accumulator] = {}  # by optimizer
+        self._cached: tuple[Update | None, dict[int, float], list[Contribution]] = (None, {}, [])
         self.late = LateGradients()
 
     def correct_by(self, late: LateGradients) -> None:
@@ -108,7 +108,7 @@ class Optimizers:
         return self._known(worker, push.optimizer) if told is None else told
 
     def _known(self, worker: int, number: int) -> Members:
-        return self._told.get((worker, number), self._first[number])
+        return self._worker_groups.get((worker, number), self._initial_groups[number])
 
     # ---- gradient accumulation ------------------------------------------------------------------
 
@@ -116,27 +116,27 @@ class Optimizers:
         """Accumulate the worker's gradient for the next step; whether there was one."""
         number = push.optimizer
         with self._naming(number):
-            self._hear(worker, number, push.changes)
+            self._apply_changes(worker, number, push.changes)
         update = self._updates[number]
         if push.weight <= 0 or _vetoes(push):
             return False
-        if number not in self._held:
-            assert self._place is not None, "what is put aside has a place"
+        if number not in self._accumulated:
+            assert self._memory is not None, "what is put aside has a place"
             numbers = frozenset(numbers_of(update.members))
-            check_held(self._held, number, numbers)
-            self._held[number] = Accumulator(self._place[0], numbers)
+            check_held(self._accumulated, number, numbers)
+            self._accumulated[number] = Accumulator(self._memory[0], numbers)
         contribution = self._contribution(worker, push, update)
         if update.hold(contribution):
             return True
         factor = self.late.correct(contribution, update.members)
         factor = 1 / push.weight if update.sums else factor  # each counts as it is
-        self._held[number].add(worker, push, contribution.absent, factor)
+        self._accumulated[number].add(worker, push, contribution.absent, factor)
         return True
 
     @property
     def holding(self) -> tuple[int, ...]:
         """The optimizers with accumulated gradients."""
-        return tuple(self._held)
+        return tuple(self._accumulated)
 
     # ---- one round ------------------------------------------------------------------------------
 
@@ -144,15 +144,15 @@ class Optimizers:
         """Whether a step of these may begin before their rows are complete: it can be undone."""
         number = pushes[0].optimizer
         update = self._updates[number] if 0 <= number < len(self._updates) else None
-        if update is None or not update.can_undo or self._held or self.late.active:
+        if update is None or not update.can_undo or self._accumulated or self.late.active:
             return False
         return all(push.optimizer == number and _is_plain(push) for push in pushes)
 
     def undo(self, number: int) -> None:
         """Undo the optimizer's last step, which was begun early."""
         self._updates[number].undo()
-        if self._place is not None:
-            self._place[0].moves.all_of(())
+        if self._memory is not None:
+            self._memory[0].moves.all_of(())
 
     def step(
         self,
@@ -171,9 +171,9 @@ class Optimizers:
         counted = {w: push for w, push in pushes.items() if push.weight > 0 and not vetoed}
         with torch.no_grad(), self._naming(number):
             for worker, push in pushes.items():
-                self._hear(worker, number, push.changes)
+                self._apply_changes(worker, number, push.changes)
             update = self._updates[number]
-            held = self._held.pop(number, None)
+            held = self._accumulated.pop(number, None)
             if not counted and not update.under_way and held is None:
                 return Stepped(())
             if own := [w for w, push in counted.items() if isinstance(push, OWN_STEPS)]:
@@ -182,14 +182,14 @@ class Optimizers:
             contributions, rate = self._contributions(counted, update, held)
             if rate == 0.0:
                 return Stepped(())
-            if self._place is not None:
-                update = self._updates[number] = for_sparse(update, contributions, *self._place)
+            if self._memory is not None:
+                update = self._updates[number] = for_sparse(update, contributions, *self._memory)
             with self.late.watch(contributions, update.members):
                 evaluation = evaluation_of(counted, held)
                 given = StepInput(contributions, clip, evaluation, rate, arrivals)
                 again = update.step(given)
-            if self._place is not None:  # for workers with their own copies
-                self._place[0].moves.note(numbers_of(update.members), update.moved)
+            if self._memory is not None:  # for workers with their own copies
+                self._memory[0].moves.note(numbers_of(update.members), update.moved)
         lent = update.lent if isinstance(update, SharedStateOptimizer) else None
         step = None if lent is None else StepNumber(lent.generation)
         return Stepped(tuple(counted), again, update.news, step)
@@ -219,23 +219,23 @@ class Optimizers:
             error.add_note(f"This happened in the process that holds the parameters, in {who}.")
             raise OptimizerFailed(f"{who} raised {type(error).__name__}: {error}") from error
 
-    def hear(self, worker: int, number: int, changes: Changes) -> None:
+    def apply_changes(self, worker: int, number: int, changes: Changes) -> None:
         """Apply the changes of an optimizer without a step."""
         with torch.no_grad(), self._naming(number):
-            self._hear(worker, number, changes)
+            self._apply_changes(worker, number, changes)
 
-    def _hear(self, worker: int, number: int, changes: Changes) -> None:
+    def _apply_changes(self, worker: int, number: int, changes: Changes) -> None:
         groups, members = changes.groups, changes.members
         if members is not None:
-            self._usual = (None, {}, [])
-            self._told[worker, number] = members
+            self._cached = (None, {}, [])
+            self._worker_groups[worker, number] = members
             if members != self._updates[number].members:
-                assert self._place is not None, "what steps has a store"
-                old, left = self._updates[number], self._left[number]
-                made = regroup(old, groups or (), members, left, *self._place)
+                assert self._memory is not None, "what steps has a store"
+                old, left = self._updates[number], self._departed_states[number]
+                made = regroup(old, groups or (), members, left, *self._memory)
                 self._updates[number] = made
-        if changes.state is not None and self._place is not None:
-            self._updates[number] = with_state(self._updates[number], changes.state, *self._place)
+        if changes.state is not None and self._memory is not None:
+            self._updates[number] = with_state(self._updates[number], changes.state, *self._memory)
         current = self._updates[number]
         if groups is not None and self._known(worker, number) == current.members:
             current.set_groups(groups)
@@ -256,8 +256,8 @@ class Optimizers:
                 f"host_sums was given, but {update.name} needs the gradient of each worker; leave "
                 "it out"
             )
-        if usual and all(map(is_usual, pushes.values())):
-            return self._usual_contributions(pushes, update), 1.0
+        if usual and all(map(is_dense, pushes.values())):
+            return self._plain_contributions(pushes, update), 1.0
         weights = _weights(pushes)
         made = {w: self._contribution(w, pushes[w], update) for w in weights}
         if pushes and all(push.row.averaged for push in pushes.values()):
@@ -275,17 +275,17 @@ class Optimizers:
         shared = [replace(each, share=counts[w] / total) for w, each in made.items()]
         return aside + shared, total / weight
 
-    def _usual_contributions(
+    def _plain_contributions(
         self, pushes: Mapping[int, Push], update: Update
     ) -> list[Contribution]:
         """Contributions of plain gradients; reused from the last round if all weights are equal."""
         weights = _weights(pushes)
-        if (update, weights) != self._usual[:2]:
+        if (update, weights) != self._cached[:2]:
             total = sum(weights.values())
             made = [(w, self._contribution(w, pushes[w], update)) for w in weights]
             shared = [replace(each, share=weights[w] / total) for w, each in made]
-            self._usual = (update, weights, shared if total else [])
-        return self._usual[2]
+            self._cached = (update, weights, shared if total else [])
+        return self._cached[2]
 
     def _contribution(self, worker: int, push: Push, update: Update) -> Contribution:
         packed = {each.number: each for each in push.row.packed}
@@ -308,8 +308,8 @@ class Optimizers:
     def show_trial(self, worker: int) -> None:
         """The worker's parameters become the point at which it is to evaluate the loss."""
         for number, point in [each for update in self._updates for each in update.trial.items()]:
-            assert self._place is not None, "what is evaluated has a place"
-            store = self._place[0]
+            assert self._memory is not None, "what is evaluated has a place"
+            store = self._memory[0]
             store.parameter(worker, store.layout.slots[number]).copy_(point)
 
     # ---- state ----------------------------------------------------------------------------------
@@ -320,8 +320,8 @@ class Optimizers:
             if update.puts_off:
                 with torch.no_grad():
                     update.settle()
-                if self._place is not None:
-                    self._place[0].moves.all_of(numbers_of(update.members))
+                if self._memory is not None:
+                    self._memory[0].moves.all_of(numbers_of(update.members))
 
     def dump(self, place: str = "") -> bytes:
         """The optimizers' states for ``torch.load``; empty if they were written to ``place``."""
@@ -333,7 +333,7 @@ class Optimizers:
             update.close()
 
 
-def is_usual(push: Push) -> bool:
+def is_dense(push: Push) -> bool:
     """Whether the worker's row holds a whole dense gradient, weighted by the push."""
     return not (push.row.absent or push.row.packed or push.row.averaged)
 
@@ -343,7 +343,7 @@ def _is_plain(push: Push) -> bool:
     changes, clip = push.changes, _clip_of(push)
     said = push.writes or changes.members is not None or changes.state is not None
     by_norm = clip is not None and clip.algorithm != "value"
-    whole = isinstance(push, GradientPush) and is_usual(push) and push.row.encoded is None
+    whole = isinstance(push, GradientPush) and is_dense(push) and push.row.encoded is None
     return whole and push.weight > 0 and not (said or by_norm or _vetoes(push))
 
 

@@ -42,8 +42,8 @@ class SharedStateOptimizer(PerTensorUpdate):
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
     ) -> None:
         super().__init__(optimizer, numbers, store)
-        assert store.made is not None, "a store without a lock counts the workers' steps"
-        self._lending, self._steps = store.lending, store.made
+        assert store.step_counts is not None, "a store without a lock counts the workers' steps"
+        self._lending, self._steps = store.lending, store.step_counts
         self._counts = dict.fromkeys(self._numbers, 0)
         self._made = self._steps.told
         self._steps.look()

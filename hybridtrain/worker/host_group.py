@@ -39,7 +39,7 @@ class HostGroup:
         self._client, self._store = client, store
         self._pool = Pool(workers * torch.get_num_threads())  # the others wait meanwhile
         slots = store.layout.slots
-        self._round = HostRound(store.round, workers, len(slots), store.arena.fd)
+        self._round = HostRound(store.protocol_words, workers, len(slots), store.arena.fd)
         self._weight = 0.0  # of all gradients in the mean that has not been stepped with
         self.means = [store.mean(slot) for slot in slots]
 

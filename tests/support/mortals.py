@@ -92,7 +92,9 @@ class Model:
 
     def _covered(self, worker: int) -> int:
         store = self.server.store
-        return 0 if store is None or store.made is None else store.made.covered(worker)
+        return (
+            0 if store is None or store.step_counts is None else store.step_counts.covered(worker)
+        )
 
     # ---- the scheduler --------------------------------------------------------------------------
 

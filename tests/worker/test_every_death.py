@@ -44,7 +44,7 @@ def judge(model: Model) -> None:
     updates = plan.steps if plan.policy == "hybrid" else n + unmade
     assert server.statistics.version == server.membership.rounds.version == updates
     store: Any = server.store
-    assert store.made is None or store.made.total == updates
+    assert store.step_counts is None or store.step_counts.total == updates
     if plan.policy != "hogwild":
         (saved,) = torch.load(io.BytesIO(server.optimizers.dump()), weights_only=False)
         assert int(saved.parameters[0]["step"]) == updates

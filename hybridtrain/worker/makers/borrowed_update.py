@@ -83,7 +83,7 @@ class BorrowedUpdate:
             torch.set_flush_denormal(True)
 
 
-def is_usual(push: Push) -> TypeGuard[GradientPush]:
+def is_plain(push: Push) -> TypeGuard[GradientPush]:
     """Whether the push is a whole gradient without anything else for the server."""
     if not isinstance(push, GradientPush):
         return False

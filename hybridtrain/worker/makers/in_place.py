@@ -34,9 +34,9 @@ class InPlaceMaker(Maker):
     counts = True
 
     def __init__(self, worker: int, store: Store, log: LoggedSteps | None = None) -> None:
-        assert store.made is not None, "steps are counted"
+        assert store.step_counts is not None, "steps are counted"
         super().__init__(log)
-        self._worker, self._made, self._copies = worker, store.made, store.private_parameters
+        self._worker, self._made, self._copies = worker, store.step_counts, store.private_parameters
         self._n_covered = 0  # finished mini-batches
         self._read_at = 0  # version of the parameters that this worker has read
         self.untold: list[MadeStep] = []

@@ -17,7 +17,7 @@ from hybridtrain.protocol.messages import Changed, Changes, Clip, Push
 from hybridtrain.protocol.shared_round import Arrival, ArrivalResult, SharedRound
 from hybridtrain.updates.base import Contribution
 from hybridtrain.updates.groups import Groups
-from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate, is_usual
+from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate, is_plain
 from hybridtrain.worker.makers.logged_steps import LoggedSteps
 from hybridtrain.worker.makers.maker import Maker
 from hybridtrain.worker.surroundings import Bells
@@ -67,7 +67,7 @@ class LastWorkerMaker(Maker):
             return self._stay_away()
         if not self.log.admits(push, number):
             return self._stay_away()
-        if not (whole and is_usual(push) and borrowed.ready() and self._takes(push)):
+        if not (whole and is_plain(push) and borrowed.ready() and self._takes(push)):
             borrowed.server_steps()
             self._call_off(number)
             return False

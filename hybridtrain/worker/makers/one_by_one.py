@@ -14,7 +14,7 @@ from hybridtrain.protocol.locked_steps import Tried
 from hybridtrain.protocol.messages import Clip, Push
 from hybridtrain.server.shared_parameters import locked_steps_of
 from hybridtrain.updates.base import Contribution
-from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate, is_usual
+from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate, is_plain
 from hybridtrain.worker.makers.in_place import InPlaceMaker
 from hybridtrain.worker.makers.logged_steps import LoggedSteps
 from hybridtrain.worker.makers.maker import Covers
@@ -55,7 +55,7 @@ class OneByOneMaker(InPlaceMaker):
         if push.changes.members is not None:
             borrowed.begin()
         admitted, groups = self.log.admits(push, self.total + 1), push.changes.groups
-        if not (admitted and is_usual(push) and self._is_ready() and borrowed.takes(groups)):
+        if not (admitted and is_plain(push) and self._is_ready() and borrowed.takes(groups)):
             borrowed.server_steps()
             return None
         step = partial(self._step, push.clip, partial(self._count, push, covers))

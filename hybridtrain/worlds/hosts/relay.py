@@ -37,7 +37,7 @@ from hybridtrain.protocol.messages import (
 )
 from hybridtrain.server.shared_parameters import made_store
 from hybridtrain.updates.flat.chunks import merge
-from hybridtrain.updates.optimizer_set import is_usual
+from hybridtrain.updates.optimizer_set import is_dense
 from hybridtrain.worlds.hosts.connection import HostConnection, HostLost
 from hybridtrain.worlds.hosts.orders import (
     Begun,
@@ -226,7 +226,7 @@ class Relay:
             return False
         self._held[worker.number] = message
         if len(self._held) == len(self.numbers):
-            self._hand_over_sum()
+            self._forward_mean()
         elif all(each.asked for each in running(self._starter.workers)):
             self._forward_held_pushes()  # others have pushed before: a worker was restarted
         return True
@@ -237,7 +237,7 @@ class Relay:
         for number, push in held.items():
             self._forward(self._process(number), push)
 
-    def _hand_over_sum(self) -> None:
+    def _forward_mean(self) -> None:
         """Send the mean of the rows, weighted by samples, in the place of the first."""
         store, held = self._store, dict(sorted(self._held.items()))
         self._held = {}
@@ -315,7 +315,7 @@ class Relay:
 
 def can_be_added(message: Any, store: Store | None) -> bool:
     """Whether the message is a push whose row may be added to others'."""
-    if not isinstance(message, GradientPush) or store is None or not is_usual(message):
+    if not isinstance(message, GradientPush) or store is None or not is_dense(message):
         return False
     layout = store.layout
     narrowed = any(layout.travels_as(dtype) != dtype for dtype in layout.sizes)
