@@ -69,7 +69,7 @@ from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import end_with_engine
 from hybridtrain.worlds.local.process_world import BeginAnew
 from hybridtrain.worlds.local.signals import Interrupted, wait_unless_signalled
-from hybridtrain.worlds.local.start_workers import Told
+from hybridtrain.worlds.local.start_workers import RestartPoint
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
@@ -306,7 +306,7 @@ class _Job:
     global_state: GlobalState | None
     loggers: list[dict[str, Any]]
     version: int = 0  # updates so far, for a restarted worker
-    told: bytes = b""  # the state of training, for a restarted worker
+    progress: bytes = b""  # the state of training, for a restarted worker
     warned: Warned | None = None  # by SLURM, that the job is about to end
     room: str = ""  # the path of a scratch file for results too large for a message
     instead: dict[str, Any] = field(default_factory=dict)  # of host 0: where all go on from
@@ -342,7 +342,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)
     leave_signals_alone(trainer)  # the parent handles them
-    back = Rejoin(job.told, job.version, trainer, client) if job.told else None
+    back = Rejoin(job.progress, job.version, trainer, client) if job.progress else None
     context = context_of(trainer)
     context.enter_worker(client, trainer, back)
     inject(trainer, client, context.faults)
@@ -373,14 +373,14 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         leave_profile(trainer, client.worker)
 
 
-def _body_of(job: _Job, told: Told | None) -> Callable[[Client], Any]:
+def _body_of(job: _Job, restart: RestartPoint | None) -> Callable[[Client], Any]:
     """The work of a worker, or of one that replaces a lost one."""
-    return partial(_run_in_process, job) if told is None else _run_again(job, *told)
+    return partial(_run_in_process, job) if restart is None else _run_again(job, *restart)
 
 
-def _run_again(job: _Job, told: bytes, version: int) -> Callable[[Client], Any]:
+def _run_again(job: _Job, progress: bytes, version: int) -> Callable[[Client], Any]:
     """The work of a worker that replaces a lost one."""
-    return partial(_run_in_process, replace(job, told=told, version=version))
+    return partial(_run_in_process, replace(job, progress=progress, version=version))
 
 
 @torch.no_grad()

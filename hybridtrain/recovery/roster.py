@@ -78,7 +78,7 @@ class LifecycleEvent(StrEnum):
     START = "start"  # a new process runs
     REFUSE = "refuse"  # the system could not start one
     STOPS = "stops"
-    NAME = "name"  # the roster lets it write the last checkpoint
+    PERMIT = "permit"  # the roster lets it write the last checkpoint
     ENDS = "ends"  # it has finished, failed for good, or is dismissed
     DIES = "dies"  # its process has ended, and none will follow
 
@@ -100,7 +100,7 @@ TABLE: dict[tuple[WorkerState, LifecycleEvent], WorkerState] = {
     **{(state, E.START): S.RESTARTING for state in (S.CALLED, S.FAILED, S.GONE)},
     (S.CALLED, E.REFUSE): S.FAILED,
     **{(state, E.STOPS): S.STOPPED for state in THERE},
-    (S.STOPPED, E.NAME): S.SAVING,
+    (S.STOPPED, E.PERMIT): S.SAVING,
     **{(state, E.ENDS): S.ENDED for state in (*THERE, *AWAY, *LAST)},
     **{(state, E.DIES): S.GONE for state in (*THERE, *AWAY, *LAST, S.ENDED)},
 }
@@ -125,11 +125,11 @@ class Start:
     """Start a process as ``worker``, which continues from this progress report."""
 
     worker: int
-    told: bytes
+    progress: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class PermitSave:
     """Tell ``worker``, which has stopped, whether it writes the last checkpoint."""
 
     worker: int
@@ -168,7 +168,7 @@ class KillAll:
     """Kill all processes at once."""
 
 
-Act = Ask | Start | Name | GiveUp | Say | BreakOff | Kill | KillAll
+Act = Ask | Start | PermitSave | GiveUp | Say | BreakOff | Kill | KillAll
 
 # --------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Roster:
     _questions: int = 0
     _refused: Counter[int] = field(default_factory=Counter)  # consecutive failed starts
     _finished: bool = False  # a worker has finished
-    _home: bool = False  # the first worker, which logs and saves for all, has finished
+    _leader_finished: bool = False  # the first worker, which logs and saves for all, has finished
     _rescued: bool = False
     _broken_off: bool = False
 
@@ -224,12 +224,12 @@ class Roster:
     @property
     def over(self) -> bool:
         """Whether no process is left, and none will be started."""
-        return all(state is S.GONE for state in self.states) and not self._closes
+        return all(state is S.GONE for state in self.states) and not self._must_finish_for_leader
 
     @property
     def away(self) -> bool:
         """Whether a worker is to be restarted. Read in every turn of the event loop."""
-        return S.FAILED in self.states or S.CALLED in self.states or self._closes
+        return S.FAILED in self.states or S.CALLED in self.states or self._must_finish_for_leader
 
     @property
     def telling(self) -> bool:
@@ -271,13 +271,13 @@ class Roster:
 
     def finished(self, worker: int, first: bool = True) -> None:
         """The worker has finished; ``first``: it is the one that logs and saves for all."""
-        self._finished, self._home = True, self._home or first
+        self._finished, self._leader_finished = True, self._leader_finished or first
         self.on(worker, E.ENDS)
 
     def stopped(self, worker: int) -> list[Act]:
         """The worker has stopped as requested, and waits for the permission to save."""
         self.on(worker, E.STOPS)
-        return [] if self.ending else [Name(worker, False)]
+        return [] if self.ending else [PermitSave(worker, False)]
 
     def reaped(self, worker: int) -> None:
         """The worker's process has ended; :meth:`failed` was called before if it failed."""
@@ -292,7 +292,7 @@ class Roster:
 
     # ---- coming ---------------------------------------------------------------------------------
 
-    def told(self, teller: int, worker: int | None, question: int, payload: bytes) -> list[Act]:
+    def progress(self, teller: int, worker: int | None, question: int, payload: bytes) -> list[Act]:
         """A progress report, for ``worker`` or to be kept."""
         if worker is None:
             self.kept = payload
@@ -337,8 +337,8 @@ class Roster:
             return self._end(at_s, self.deadline_s)
         if not self.away:
             return []
-        if self._closes:
-            return [] if self._bodies else self._close()
+        if self._must_finish_for_leader:
+            return [] if self._bodies else self._finish_for_leader()
         if self._finished and not self.those(*THERE):
             return self._call_off()
         for worker in self.those(S.FAILED):
@@ -361,12 +361,12 @@ class Roster:
         return acts
 
     @property
-    def _closes(self) -> bool:
+    def _must_finish_for_leader(self) -> bool:
         """Whether one process must repeat what the first worker does after the last update."""
-        lost = self._finished and not self._home and not self.ending
+        lost = self._finished and not self._leader_finished and not self.ending
         return bool(lost and self.kept) and not self.those(*THERE)
 
-    def _close(self) -> list[Act]:
+    def _finish_for_leader(self) -> list[Act]:
         worker = min(self.those(*AWAY), default=0)
         text = f"worker {worker} begins again, to finish: training is over, the first worker lost"
         return [Say(text), Start(worker, self.kept or b"")]
@@ -409,16 +409,16 @@ class Roster:
             acts.append(BreakOff())
         if self.written:
             return acts + self._dismiss()
-        return acts + self._name(late=at_s >= self._late_s)
+        return acts + self._choose_saver(late=at_s >= self._late_s)
 
     def _dismiss(self) -> list[Act]:
         """The checkpoint is written: dismiss stopped workers, kill those just restarted."""
         stopped, back = self.those(S.STOPPED), self.those(S.RESTARTING)
         for worker in [*stopped, *back]:
             self.on(worker, E.ENDS)
-        return [*(Name(worker, False) for worker in stopped), *map(Kill, back)]
+        return [*(PermitSave(worker, False) for worker in stopped), *map(Kill, back)]
 
-    def _name(self, late: bool) -> list[Act]:
+    def _choose_saver(self, late: bool) -> list[Act]:
         """Let the first stopped worker save, once no worker before it can still stop.
 
         Free-running workers must all have stopped: any of them may still make an update.
@@ -430,8 +430,8 @@ class Roster:
             there = self.those(S.STARTING, *TRAINING)
             if any(n < stopped[0] or not self.whole_rounds for n in there) and not late:
                 return []
-            self.on(stopped[0], E.NAME)
-            return [Name(stopped[0], True)]
+            self.on(stopped[0], E.PERMIT)
+            return [PermitSave(stopped[0], True)]
         able = self.those(*THERE) or self._bodies
         if able or self._rescued or not self.kept or self._finished:
             return []

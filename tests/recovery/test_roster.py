@@ -16,7 +16,7 @@ from hybridtrain.recovery.roster import (
     GiveUp,
     Kill,
     LifecycleEvent,
-    Name,
+    PermitSave,
     Roster,
     Say,
     Start,
@@ -65,11 +65,11 @@ def test_one_worker_is_asked_for_several_and_each_answer_counts_once() -> None:
     assert made.advance(0.4) == [], "they are given time"
     assert made.advance(0.6) == [Ask(2, 0, 1), Ask(2, 1, 2)]
     assert made.advance(0.7) == [], "once"
-    assert made.told(2, 0, 1, b"x") == [Start(0, b"x")]
+    assert made.progress(2, 0, 1, b"x") == [Start(0, b"x")]
     made.started(0)
-    assert made.told(2, 0, 1, b"again") == []
-    assert made.told(2, 1, 1, b"of another question") == []
-    assert made.told(2, 1, 2, b"y") == [Start(1, b"y")]
+    assert made.progress(2, 0, 1, b"again") == []
+    assert made.progress(2, 1, 1, b"of another question") == []
+    assert made.progress(2, 1, 2, b"y") == [Start(1, b"y")]
 
 
 def test_who_waits_in_a_step_is_asked_and_nobody_in_a_meeting() -> None:
@@ -82,7 +82,7 @@ def test_who_waits_in_a_step_is_asked_and_nobody_in_a_meeting() -> None:
     assert made.advance(1.0) == [], "nobody can answer"
     made.on(0, E.GOES_ON)
     assert made.advance(1.0) == [Ask(0, 1, 2)]
-    assert made.told(2, 1, 1, b"late") == []
+    assert made.progress(2, 1, 1, b"late") == []
     lose(made, 0, at_s=1.0)
     made.on(2, E.GOES_ON)
     assert made.advance(1.6) == [Ask(2, 0, 3), Ask(2, 1, 4)], "who was asked is lost"
@@ -97,7 +97,7 @@ def test_what_a_lost_worker_has_pushed_is_waited_for() -> None:
 
 def test_if_all_are_lost_one_begins_where_training_was_and_answers() -> None:
     made = roster()
-    made.told(0, None, 0, b"kept")
+    made.progress(0, None, 0, b"kept")
     lose(made, 0, 1, 2)
     assert made.advance(1.0, pushed={0}) == [Start(1, b"kept")]
     made.started(1)
@@ -108,7 +108,7 @@ def test_if_all_are_lost_one_begins_where_training_was_and_answers() -> None:
 
 def test_who_has_come_back_answers_as_it_waits_for_the_mean_of_all() -> None:
     made = roster(2)
-    made.told(0, None, 0, b"kept")
+    made.progress(0, None, 0, b"kept")
     lose(made, 0, 1)
     assert made.advance(1.0) == [Start(0, b"kept")]
     made.started(0)
@@ -118,7 +118,7 @@ def test_who_has_come_back_answers_as_it_waits_for_the_mean_of_all() -> None:
 
 def test_what_a_lost_process_was_asked_its_successor_is_asked_anew() -> None:
     made = roster(2)
-    made.told(0, None, 0, b"kept")
+    made.progress(0, None, 0, b"kept")
     lose(made, 0)
     assert made.advance(1.0) == [Ask(1, 0, 1)]
     lose(made, 1, at_s=1.0)
@@ -134,7 +134,7 @@ def test_what_a_lost_process_was_asked_its_successor_is_asked_anew() -> None:
 
 def test_if_nobody_is_left_who_knows_the_run_ends_and_says_so() -> None:
     made = roster(2)
-    made.told(0, None, 0, b"")  # it cannot be told
+    made.progress(0, None, 0, b"")  # it cannot be told
     lose(made, 0)
     verdict = made.failed(1, LOST, 0.0, training=True)
     assert isinstance(verdict, End) and "nobody is left" in verdict.reason
@@ -178,7 +178,7 @@ def test_a_process_that_cannot_be_started_is_tried_again_but_not_for_ever() -> N
     refusal = BlockingIOError(11, "Resource temporarily unavailable")
     for number in range(1, 7):
         assert made.advance(now_s) == [Ask(0, 1, number)]
-        assert made.told(0, 1, number, b"x") == [Start(1, b"x")]
+        assert made.progress(0, 1, number, b"x") == [Start(1, b"x")]
         (act,) = made.refused(1, refusal, now_s)
         now_s += 0.5 * 2 ** (number - 1)
         assert number == 6 or made.advance(now_s - 0.1) == []
@@ -193,7 +193,7 @@ def test_when_the_run_ends_nobody_waits_for_who_is_away(state: WorkerState) -> N
         made.advance(1.0)
     assert made.states[1] is state
     assert made.stop(1.0) == [1]
-    assert made.told(0, 1, 1, b"late") == []
+    assert made.progress(0, 1, 1, b"late") == []
     assert made.states[1] is S.GONE
     assert isinstance(made.failed(0, LOST, 1.0, training=True), End)
 
@@ -208,23 +208,23 @@ def test_the_first_saves_and_the_others_may_go_when_it_has_written() -> None:
     made.stopped(1)
     assert made.advance(0.1) == [], "the first is waited for"
     made.stopped(0)
-    assert made.advance(0.2) == [Name(0, True)]
+    assert made.advance(0.2) == [PermitSave(0, True)]
     assert made.advance(0.3) == [], "one at a time"
     made.saved(0, True)
-    assert made.advance(0.4) == [Name(1, False)]
+    assert made.advance(0.4) == [PermitSave(1, False)]
     made.stopped(2)
-    assert made.advance(0.5) == [Name(2, False)]
+    assert made.advance(0.5) == [PermitSave(2, False)]
 
 
 def test_if_it_cannot_save_or_is_lost_the_next_one_is_asked() -> None:
     made = ending(roster())
     for worker in range(3):
         made.stopped(worker)
-    assert made.advance(0.1) == [Name(0, True)]
+    assert made.advance(0.1) == [PermitSave(0, True)]
     made.saved(0, False)
-    assert made.advance(0.2) == [Name(1, True)]
+    assert made.advance(0.2) == [PermitSave(1, True)]
     made.reaped(1)
-    assert made.advance(0.3) == [Name(2, True)]
+    assert made.advance(0.3) == [PermitSave(2, True)]
     made.saved(2, False)
     assert made.advance(0.4) == [], "nobody is left"
 
@@ -233,7 +233,7 @@ def test_one_that_does_not_come_is_not_waited_for_too_long() -> None:
     made = ending(roster())
     made.stopped(2)
     assert made.advance(14.0) == []
-    assert made.advance(15.0)[1:] == [Name(2, True)]
+    assert made.advance(15.0)[1:] == [PermitSave(2, True)]
 
 
 def test_where_workers_run_freely_the_others_may_make_an_update_before_it_is_written() -> None:
@@ -245,22 +245,22 @@ def test_where_workers_run_freely_the_others_may_make_an_update_before_it_is_wri
     made.stopped(2)
     assert made.advance(0.2) == []
     made.reaped(1)
-    assert made.advance(0.3) == [Name(0, True)]
+    assert made.advance(0.3) == [PermitSave(0, True)]
     late = roster()
     late.whole_rounds = False
     ending(late).stopped(0)
-    assert late.advance(15.0) == [BreakOff(), Name(0, True)], "nobody makes one behind it"
+    assert late.advance(15.0) == [BreakOff(), PermitSave(0, True)], "nobody makes one behind it"
 
 
 def test_one_that_has_just_come_back_is_not_waited_for_nor_needed() -> None:
     made = roster()
     lose(made, 0)
     made.advance(1.0)
-    made.told(1, 0, 1, b"x")
+    made.progress(1, 0, 1, b"x")
     made.started(0)
     assert made.stop(2.0) == [0]
     made.stopped(1)
-    assert made.advance(2.1) == [Name(1, True)]
+    assert made.advance(2.1) == [PermitSave(1, True)]
     made.saved(1, True)
     assert made.advance(2.2) == [Kill(0)]
 
@@ -276,13 +276,13 @@ def test_a_worker_that_fails_saves_only_if_the_run_ends() -> None:
 
 def test_if_nobody_is_left_one_process_more_is_started_to_save() -> None:
     made = roster(2)
-    made.told(0, None, 0, b"kept")
+    made.progress(0, None, 0, b"kept")
     lose(made, 0, 1)
     assert sorted(made.stop(0.1)) == [0, 1]
     assert made.advance(0.2) == [Start(0, b"kept")]
     made.started(0)
     made.stopped(0)
-    assert made.advance(0.3) == [Name(0, True)]
+    assert made.advance(0.3) == [PermitSave(0, True)]
     made.reaped(0)
     assert made.advance(0.4) == [] and made.over, "once"
 

@@ -131,7 +131,7 @@ class FreeRun:
         """The first of those who are there says once in an epoch where training is."""
         if me.kept_in != me.epoch and worker == min({*range(self.n)} - me.away):
             me.kept_in = me.epoch
-            self._do(self.roster.told(worker, None, 0, bytes([me.epoch])))
+            self._do(self.roster.progress(worker, None, 0, bytes([me.epoch])))
 
     def _step(self, me: Process, spans: Spans) -> Course:
         if self.turn:
@@ -196,7 +196,7 @@ class FreeRun:
     def _tell(self, worker: int, me: Process) -> None:
         asked, me.asked = me.asked, {}
         for other, question in asked.items():
-            self._do(self.roster.told(worker, other, question, bytes([me.epoch])))
+            self._do(self.roster.progress(worker, other, question, bytes([me.epoch])))
 
     def _send(self, replies: Replies) -> None:
         for worker, reply in replies:

@@ -18,7 +18,7 @@ from hybridtrain.recovery.roster import (
     Kill,
     KillAll,
     LifecycleEvent,
-    Name,
+    PermitSave,
     Roster,
     Say,
     Start,
@@ -118,7 +118,7 @@ class Schedule:
             case "wait":
                 asked, process.asked = process.asked, {}
                 for other, question in asked.items():
-                    self._do(roster.told(worker, other, question, b"told"))
+                    self._do(roster.progress(worker, other, question, b"told"))
             case "boot" | "compute" if process.stop:
                 self._stop(worker)
             case "boot" | "compute":
@@ -134,13 +134,13 @@ class Schedule:
 
     def _compute(self, worker: int, process: Process) -> None:
         if self.keeps and not self.roster.kept:
-            self._do(self.roster.told(worker, None, 0, b"kept"))
+            self._do(self.roster.progress(worker, None, 0, b"kept"))
         if self.broken:
             self._stop(worker)
         elif not self.lockstep:
             self.roster.on(worker, E.WAITS)
             for other, question in process.asked.items():
-                self._do(self.roster.told(worker, other, question, b"told"))
+                self._do(self.roster.progress(worker, other, question, b"told"))
             process.asked, process.mode = {}, "compute"
             self.roster.on(worker, E.GOES_ON)
             self.step += 1
@@ -294,8 +294,8 @@ class Schedule:
                     self.processes[teller].asked[worker] = question
                 case Start(worker, told):
                     self._start(worker, told)
-                case Name(worker, saves):
-                    self._name(worker, saves)
+                case PermitSave(worker, saves):
+                    self._permit_save(worker, saves)
                 case GiveUp(worker, reason):
                     self._end(reason)
                     self._break(worker)
@@ -325,7 +325,7 @@ class Schedule:
         fresh.stop = self.roster.ending
         self.roster.started(worker)
 
-    def _name(self, worker: int, saves: bool) -> None:
+    def _permit_save(self, worker: int, saves: bool) -> None:
         process = self.processes[worker]
         if process.mode != "stopped":
             return

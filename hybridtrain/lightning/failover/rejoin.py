@@ -163,14 +163,14 @@ class Rejoin:
     """In a restarted worker: lets Lightning resume from the state it was sent.
 
     Args:
-        told: the state, of :class:`RejoinState`.
-        version: updates so far; more than in ``told`` if that is older.
+        progress: the state, of :class:`RejoinState`.
+        version: updates so far; more than in ``progress`` if that is older.
         trainer: of this worker.
         client: to the server.
     """
 
-    def __init__(self, told: bytes, version: int, trainer: pl.Trainer, client: Client) -> None:
-        self._checkpoint = read("", told)
+    def __init__(self, progress: bytes, version: int, trainer: pl.Trainer, client: Client) -> None:
+        self._checkpoint = read("", progress)
         self._ours = self._checkpoint.pop(_OURS)
         self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
         self._trainer: Any = trainer

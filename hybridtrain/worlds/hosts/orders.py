@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridtrain.worlds.local.start_workers import Told
+from hybridtrain.worlds.local.start_workers import RestartPoint
 
 # ---- from the server's host to a relay ----------------------------------------------------------
 
@@ -15,7 +15,7 @@ class StartWorkers:
     """Start a process for each of these workers; ``anew``: of a new run, with its own memory."""
 
     numbers: tuple[int, ...]
-    told: Told | None = None
+    restart: RestartPoint | None = None
     anew: bool = False
 
 

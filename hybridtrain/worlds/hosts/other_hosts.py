@@ -34,7 +34,7 @@ from hybridtrain.worlds.hosts.orders import (
     Signalled,
     StartWorkers,
 )
-from hybridtrain.worlds.local.start_workers import Told, WorkerHandle, WorkerStarter
+from hybridtrain.worlds.local.start_workers import RestartPoint, WorkerHandle, WorkerStarter
 
 Span = tuple[int, int]  # bytes of the shared memory
 PATIENCE_S = 600.0  # until a lost host is there again
@@ -125,7 +125,7 @@ class OtherHost:
         self._shares = False
 
     def start(
-        self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
+        self, numbers: Sequence[int], selector: BaseSelector, restart: RestartPoint | None = None
     ) -> None:
         """Let the relay start a process for each of these workers.
 
@@ -140,7 +140,7 @@ class OtherHost:
         self.flush()  # what an earlier process of the worker was to get
         for number in numbers:
             self.workers[number] = RemoteWorker(number, self, location=self.name)
-        self.tell(StartWorkers(tuple(numbers), told, self._fresh))
+        self.tell(StartWorkers(tuple(numbers), restart, self._fresh))
         self._fresh = False
 
     # ---- messages -------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class HostStarter:
         self.workers: list[WorkerHandle] = []  # the latest process of each
 
     def start(
-        self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
+        self, numbers: Sequence[int], selector: BaseSelector, restart: RestartPoint | None = None
     ) -> None:
         """Start a process for each of these workers.
 
@@ -342,10 +342,10 @@ class HostStarter:
         """
         elsewhere = {number for host in self._others for number in host.numbers}
         if mine := [number for number in numbers if number not in elsewhere]:
-            self._here.start(mine, selector, told)
+            self._here.start(mine, selector, restart)
         for host in self._others:
             if theirs := [number for number in numbers if number in host.numbers]:
-                host.start(theirs, selector, told)
+                host.start(theirs, selector, restart)
         self.workers = list(self._here.workers)
         for host in self._others:
             self.workers += [host.workers[number] for number in sorted(host.workers)]

@@ -286,7 +286,7 @@ class Relay:
             self._store, self._share = None, None
             self.connection.send(Begun())
         try:
-            self._starter.start(order.numbers, selector, order.told)
+            self._starter.start(order.numbers, selector, order.restart)
         except OSError as error:
             for number in order.numbers:
                 text = f"worker {number} could not be started ({error})"

@@ -60,7 +60,7 @@ from hybridtrain.recovery.roster import (
     Kill,
     KillAll,
     LifecycleEvent,
-    Name,
+    PermitSave,
     Roster,
     Say,
     Start,
@@ -72,7 +72,7 @@ from hybridtrain.server.server import Server
 from hybridtrain.worlds.local.cpu_scheduling import one_thread, stand_aside
 from hybridtrain.worlds.local.signals import Interrupted, caught_signals
 from hybridtrain.worlds.local.start_workers import (
-    Told,
+    RestartPoint,
     WorkerHandle,
     WorkerProcess,
     WorkerStarter,
@@ -105,7 +105,7 @@ class Starter(Protocol):
         ...
 
     def start(
-        self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
+        self, numbers: Sequence[int], selector: BaseSelector, restart: RestartPoint | None = None
     ) -> None:
         """Start a process for each of these workers; see :class:`WorkerStarter`."""
         ...
@@ -231,11 +231,11 @@ class ProcessWorld:
         return results
 
     def _made_starter(self, body: Body, again: Again | None) -> Starter:
-        def bodies(told: Told | None) -> Body:
-            if told is None:
+        def bodies(restart: RestartPoint | None) -> Body:
+            if restart is None:
                 return body
             assert again is not None, "restarts need a body"
-            return again(*told)
+            return again(*restart)
 
         here = WorkerStarter(
             self.n_workers,
@@ -382,7 +382,7 @@ class ProcessWorld:
                 worker.ask(None)
                 self._fail(worker, message.rebuild(number, worker.location), message.waits)
             case Progress(whom, payload, question):
-                self._do(roster.told(number, whom, question, payload), selector)
+                self._do(roster.progress(number, whom, question, payload), selector)
             case Saved(well):
                 roster.saved(number, well)
             case Stopped():
@@ -461,9 +461,9 @@ class ProcessWorld:
             match act:
                 case Ask(teller, whom, question):
                     self._starter.workers[teller].send(RequestProgress(whom, question))
-                case Start(number, told):
-                    self._restart(number, told, selector)
-                case Name(number, saves):
+                case Start(number, progress):
+                    self._restart(number, progress, selector)
+                case PermitSave(number, saves):
                     self._starter.workers[number].send(SavePermission(saves))
                 case GiveUp(number, reason):
                     self._give_up(number, WorkerError(f"worker {number} is lost: {reason}"))
@@ -476,11 +476,11 @@ class ProcessWorld:
                 case KillAll():
                     self._starter.kill()
 
-    def _restart(self, number: int, told: bytes, selector: BaseSelector) -> None:
+    def _restart(self, number: int, progress: bytes, selector: BaseSelector) -> None:
         """Start the worker again; meetings wait for it from now on."""
         version = self.server.membership.rounds.version
         try:
-            self._starter.start([number], selector, Told(told, version))
+            self._starter.start([number], selector, RestartPoint(progress, version))
         except OSError as error:  # too many processes, too little memory, no descriptor left
             self._do(self.roster.refused(number, error, time.monotonic()), selector)
             return

@@ -43,14 +43,14 @@ from hybridtrain.worlds.local.channel import Channel, ChannelClosed, channel_pai
 from hybridtrain.worlds.local.worker_main import Body, SocketPair, WorkerStart, run_worker
 
 
-class Told(NamedTuple):
+class RestartPoint(NamedTuple):
     """The progress of another worker, after update ``version``, for one that is restarted."""
 
     progress: bytes
     version: int
 
 
-Bodies = Callable[[Told | None], Body]
+Bodies = Callable[[RestartPoint | None], Body]
 
 # ---- the parent's handle on a worker process ----------------------------------------------------
 
@@ -319,11 +319,11 @@ class WorkerStarter:
             self._bells = tuple(os.eventfd(0, flags) for _ in range(self.n_workers))
 
     def start(
-        self, numbers: Sequence[int], selector: BaseSelector, told: Told | None = None
+        self, numbers: Sequence[int], selector: BaseSelector, restart: RestartPoint | None = None
     ) -> None:
         """Start a process for each of these workers; all, or none.
 
-        ``told``: for restarted ones.
+        ``restart``: for restarted ones.
 
         Raises:
             OSError: if the system has not enough processes, memory or descriptors.
@@ -335,7 +335,7 @@ class WorkerStarter:
         try:
             for number in numbers:
                 pairs[number] = channel_pair()
-            self._fork(numbers, self.bodies(told), pairs, selector)
+            self._fork(numbers, self.bodies(restart), pairs, selector)
         except BaseException:
             for ours, _ in pairs.values():
                 ours.close()
