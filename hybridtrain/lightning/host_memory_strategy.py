@@ -21,7 +21,7 @@ from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0, place_of
 from hybridtrain.lightning.preflight.machine_checks import check_loader
-from hybridtrain.lightning.results.optimizers_at_home import Trained
+from hybridtrain.lightning.results.returned_optimizers import Trained
 from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worker.client import Client
 
@@ -143,7 +143,7 @@ class HostMemoryStrategy(ParallelStrategy):
             return checkpoint
         return self._loaders.restore(checkpoint, f"ckpt_path={checkpoint_path}")
 
-    def _at_home(self) -> None:
+    def _make_returned_optimizers(self) -> None:
         """In the calling process, after training: make the optimizers on first use."""
         if self._lacks_optimizers and self._client is None and self._trained is not None:
             self._lacks_optimizers = False  # before the user's hook runs
@@ -152,7 +152,7 @@ class HostMemoryStrategy(ParallelStrategy):
     @property
     def optimizers(self) -> list[Any]:
         """Lightning's."""
-        self._at_home()
+        self._make_returned_optimizers()
         return list(_OPTIMIZERS.fget(self))
 
     @optimizers.setter
@@ -162,7 +162,7 @@ class HostMemoryStrategy(ParallelStrategy):
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """Lightning's."""
-        self._at_home()
+        self._make_returned_optimizers()
         return self._schedules
 
     @lr_scheduler_configs.setter

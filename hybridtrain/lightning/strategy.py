@@ -45,7 +45,7 @@ from hybridtrain.lightning.hosts.agreement import compare_workers
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.results.callback_state import ModuleState
-from hybridtrain.lightning.results.training_at_home import before_configuring
+from hybridtrain.lightning.results.returned_training import before_configuring
 from hybridtrain.lightning.step.gradient_guard import beside
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
@@ -141,7 +141,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     _count: UpdateCount | None = None  # where workers run freely
     _losses: LostSampleRedistribution | None = None  # once training has begun
     interrupted_by: int | None = None  # the signal that ended the last run
-    callbacks_at_home: list[pl.Callback] | None = None  # of workers
+    trainer_callbacks: list[pl.Callback] | None = None  # in a worker, without those of the module
     _abstains = False
     saves_alone = False  # this worker writes a checkpoint that the others do not know of
     reports_progress = False  # it sends the state of training, perhaps in the middle of a step
@@ -205,7 +205,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if not self.requirements.whole_rounds:
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
             answer_for_all_workers()
-        self.callbacks_at_home = list(trainer.callbacks)
+        self.trainer_callbacks = list(trainer.callbacks)
         trainer.callbacks.insert(0, WorkerCallback(client, self, self._loaders.position))
         around(Point.SAVE, trainer, self.save_together)
         before(Point.DUMP, dumper(trainer), self.before_checkpoint)

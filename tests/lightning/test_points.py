@@ -106,8 +106,8 @@ OTHERS = {
     ("lightning/replay/module_task.py", "log"): "a module in virtual time, which no loop runs",
     ("lightning/replay/module_task.py", "trainer"): "the module's setter",
     ("lightning/replay/module_task.py", "version"): "of our own trainer in virtual time",
-    ("lightning/results/optimizers_at_home.py", "optimizer"): "of torch's schedulers",
-    ("lightning/results/training_at_home.py", "trainer"): "the module's setter",
+    ("lightning/results/returned_optimizers.py", "optimizer"): "of torch's schedulers",
+    ("lightning/results/returned_training.py", "trainer"): "the module's setter",
     ("lightning/step/step_rollback.py", "is_last_batch"): "a value of Lightning's progress",
 }
 

@@ -153,8 +153,8 @@ class UnevenEvaluation:
         """Let resting workers take over the outcome of the first participant that is not lost."""
         trainer = self._trainer
         # All workers have the trainer's callbacks; those of the module vary.
-        at_home = context_of(trainer).callbacks_at_home
-        callbacks = trainer.callbacks if at_home is None else at_home
+        own = context_of(trainer).trainer_callbacks
+        callbacks = trainer.callbacks if own is None else own
         mine = None if rests else StepOutcome.of(trainer, callbacks, collects=True)
         known = self._client.gather("end of an evaluation", mine, patient=True)
         outcome = next((each for each in known if each is not None), None)

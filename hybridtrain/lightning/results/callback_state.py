@@ -73,14 +73,14 @@ def of_module(module: pl.LightningModule) -> ModuleState:
     """In worker 0. Weights and buffers are sent separately."""
     return ModuleState(
         {
-            name: CallbackState(class_name(layer), plain_attributes(layer, _comes_home), {})
+            name: CallbackState(class_name(layer), plain_attributes(layer, _is_returned), {})
             for name, layer in module.named_modules()
         },
         {name: parameter.requires_grad for name, parameter in module.named_parameters()},
     )
 
 
-def _comes_home(name: str) -> bool:
+def _is_returned(name: str) -> bool:
     """Public attributes, and the kind of optimization: ``setup`` may set it, and counts depend."""
     return name == HOW_IT_STEPS or name[0] != "_"
 
@@ -138,8 +138,8 @@ def state_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any
             found["attribute"] = (name, lightning_getattr(module, name))
         return found
     if isinstance(callback, ModelCheckpoint):
-        return _at_home({name: getattr(callback, name) for name in _CHECKPOINT_FIELDS})
-    state: dict[str, Any] = _at_home(callback.state_dict())
+        return _on_host({name: getattr(callback, name) for name in _CHECKPOINT_FIELDS})
+    state: dict[str, Any] = _on_host(callback.state_dict())
     try:
         pickle.dumps(state)
     except Exception:
@@ -153,12 +153,12 @@ def standing_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, 
     if isinstance(callback, ModelCheckpoint):
         known = vars(callback)
         state |= {name: known[name] for name in DECIDED if name in known}
-        state = _at_home(state)
+        state = _on_host(state)
     return state
 
 
-def _at_home(state: Any) -> Any:
-    """With its tensors in host memory: the other process may use another device."""
+def _on_host(state: Any) -> Any:
+    """The state with its tensors in host memory: the other process may use another device."""
     return tree_map_only(torch.Tensor, lambda value: value.cpu(), state)
 
 

@@ -36,8 +36,8 @@ from hybridtrain.lightning.results.callback_state import (
     pairs,
 )
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
-from hybridtrain.lightning.results.optimizers_at_home import Trained
-from hybridtrain.lightning.results.training_at_home import Sizes, load_weights
+from hybridtrain.lightning.results.returned_optimizers import Trained
+from hybridtrain.lightning.results.returned_training import Sizes, load_weights
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill, read
 from hybridtrain.util.files import interrupted_in

@@ -1,7 +1,7 @@
 """Attributes of ``trainer`` after a run, in the calling process, which did not train.
 
 Worker 0 sends the sizes. Loaders are made on first use, by the user's hooks; so are optimizers and
-schedulers (:mod:`hybridtrain.lightning.results.optimizers_at_home`).
+schedulers (:mod:`hybridtrain.lightning.results.returned_optimizers`).
 
 Lightning calls ``configure_model`` after ``setup``, in the workers. The calling process calls it
 once, before it loads the weights, so that the module has all layers. It does not call ``setup``,

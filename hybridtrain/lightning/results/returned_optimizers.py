@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.lightning.results.callback_state import class_name
-from hybridtrain.lightning.results.training_at_home import made_or_none
+from hybridtrain.lightning.results.returned_training import made_or_none
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.updates.serialize import subclasses
 
