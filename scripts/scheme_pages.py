@@ -27,7 +27,7 @@ from hybridtrain.report.svg import document, rect, strokes, text  # noqa: E402
 from hybridtrain.report.timeline import picture  # noqa: E402
 from hybridtrain.schemes import SCHEMES  # noqa: E402
 from hybridtrain.server.timeline import Timeline  # noqa: E402
-from hybridtrain.simulate import SimulationRow, Way, parse, simulate  # noqa: E402
+from hybridtrain.simulate import SimulationRow, StrategySpec, parse, simulate  # noqa: E402
 from hybridtrain.updates.delay_tolerant import (  # noqa: E402
     AdaDelay,
     AdaptiveRevision,
@@ -60,7 +60,7 @@ SIMULATED: dict[str, list[str]] = {
     "switch": ["strategy=switch:first=hybrid:then=async:at_update=200"],
 }
 LATER = {"name": "movement", "every": {"then": 16, "at": 100}}
-WAYS = {"post_local_sgd": Way("post_local_sgd", "hybrid", LATER)}  # what colons cannot say
+WAYS = {"post_local_sgd": StrategySpec("post_local_sgd", "hybrid", LATER)}  # what colons cannot say
 RUN = (
     *("task=clusters", "data.dimensions=64", "data.clusters=4", "data.noise=0.15"),
     *("data.points=2048", "data.passes=8", "data.batch_size=8", "trainer.max_epochs=1"),
@@ -84,7 +84,7 @@ TIMELINES: dict[str, list[str]] = {
     "switch": ["strategy=switch:first=hybrid:then=async:at_update=2"],
 }
 EARLY = {"name": "movement", "every": {"then": 4, "at": 2}}
-TIMED_WAYS = {"post_local_sgd": Way("post_local_sgd", "hybrid", EARLY)}
+TIMED_WAYS = {"post_local_sgd": StrategySpec("post_local_sgd", "hybrid", EARLY)}
 LEARNS = ("task=clusters", "data.passes=4")  # so the epoch does not end in the picture
 TIMED = ("workers=4", "slower.3=3", "compute=lognormal", "compute.sigma=0.2")
 DIAL_S = 50  # virtual seconds after which losses are compared
@@ -165,9 +165,9 @@ def timeline(name: str) -> str:
     plan, _ = parse(
         timeline_command(name) if name not in TIMED_WAYS else [*TIMED, *LEARNS, "seconds=24"]
     )
-    way, found = TIMED_WAYS.get(name, plan.strategies[0]), Timeline(plan.workers[0])
-    simulate(plan, way, plan.workers[0], found)
-    return picture({f"{way.label}, {plan.workers[0]} workers": found}, "virtual {}")
+    spec, found = TIMED_WAYS.get(name, plan.strategies[0]), Timeline(plan.workers[0])
+    simulate(plan, spec, plan.workers[0], found)
+    return picture({f"{spec.label}, {plan.workers[0]} workers": found}, "virtual {}")
 
 
 # ---- pictures -----------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from hybridtrain.protocol.messages import Stopped
 from hybridtrain.recording.run_description import Runner
 from hybridtrain.recovery.failure_policy import Judge
 from hybridtrain.training.scheme import (
-    Workers,
+    StartOptions,
     check_parts,
     resolve_start_method,
     serving,
@@ -133,28 +133,28 @@ class HybridLauncher(Launcher):
         job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
         threads = threads_of_a_worker(strategy, strategy.local_workers)
         check_startup(strategy, start_method, threads, usable_cores(), job)
-        way = Workers(start_method, threads)
+        start = StartOptions(start_method, threads)
         try:
             if strategy.node_rank > 0:
-                results = self._relay(job, way)
+                results = self._relay(job, start)
             else:
                 results = with_other_hosts(
-                    trainer, job.given(), scratch, partial(self._begin, job, way)
+                    trainer, job.given(), scratch, partial(self._begin, job, start)
                 )
         except Interrupted as interruption:
             self._interrupt(interruption, trainer, scratch)
         return unpack(trainer, results, scratch, job.given())
 
-    def _begin(self, job: _Job, way: Workers, others: Hosts | None) -> list[Any]:
+    def _begin(self, job: _Job, start: StartOptions, others: Hosts | None) -> list[Any]:
         """Train, and begin anew if all workers are lost before any has told its progress."""
         judge = Judge(self._strategy.on_failure)
         while True:
             try:
-                return self._run(job, judge, way, others)
+                return self._run(job, judge, start, others)
             except BeginAnew as lost:
                 wait_unless_signalled(lost.delay_s)
 
-    def _relay(self, job: _Job, way: Workers) -> list[Any]:
+    def _relay(self, job: _Job, start: StartOptions) -> list[Any]:
         """Serve the workers of this host; return the results of all workers."""
         strategy, trainer = self._strategy, job.trainer
         with joined(trainer, job.given()) as connection:
@@ -164,21 +164,21 @@ class HybridLauncher(Launcher):
                 strategy.numbers_here,
                 strategy.world_size,
                 strategy.requirements,
-                way.start_method,
-                way.threads,
+                start.method,
+                start.threads,
                 Watchdog(strategy.patience),
                 device_names_of(strategy),
                 strategy.stop_grace_s,
                 strategy.data_options["host_sums"] and len(strategy.numbers_here) > 1,
             )
             with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
-                job.loggers = logger_states(trainer) if way.start_method == "fork" else []
+                job.loggers = logger_states(trainer) if start.method == "fork" else []
                 return results_of(relay.run(partial(_body_of, job)))
 
-    def _run(self, job: _Job, judge: Judge, way: Workers, others: Hosts | None) -> list[Any]:
+    def _run(self, job: _Job, judge: Judge, start: StartOptions, others: Hosts | None) -> list[Any]:
         """Train with new workers; return their results."""
         strategy, trainer = self._strategy, job.trainer
-        threads, start_method = way.threads, way.start_method
+        threads, start_method = start.threads, start.method
         in_update = usable_cores() if strategy.requirements.whole_rounds else 1
         traffic = None if others is None else others.stats
         server = serving(strategy, trainer.state.fn == "fit", threads, in_update, traffic)
@@ -187,7 +187,7 @@ class HybridLauncher(Launcher):
             own = workers_may_update(strategy) and not strategy.faults.in_updates and others is None
             own = own or strategy.requirements.together > 1
             device_names = device_names_of(strategy)
-            world = world_of(strategy, server, judge, way, device_names, own, others)
+            world = world_of(strategy, server, judge, start, device_names, own, others)
             try:
                 with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
                     job.loggers = logger_states(trainer) if start_method == "fork" else []

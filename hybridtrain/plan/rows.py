@@ -47,7 +47,7 @@ from hybridtrain.plan.evidence import (
 )
 from hybridtrain.plan.timing import Draw, TimingRun
 from hybridtrain.policies import make_policy
-from hybridtrain.simulate.simulations import Way
+from hybridtrain.simulate.simulations import StrategySpec
 from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.service_times import Measured, Times
 
@@ -111,7 +111,7 @@ class Plan:
     """Strategies and layouts to be ranked, and the runs to do it from."""
 
     runs: Sequence[Evidence]
-    strategies: Sequence[Way]
+    strategies: Sequence[StrategySpec]
     layouts: Sequence[Layout]
     target: Target | None = None
     own_cores: int = 1  # of this machine, for runs that do not say
@@ -126,9 +126,9 @@ class Plan:
         """Each run's own speed: simulated, and measured."""
         found = {}
         for each in self.runs:
-            if (way := own_way(each)) is not None:
+            if (spec := own_spec(each)) is not None:
                 layout = Layout("", 1, each.seen.n_workers, Network(), {})
-                found[str(each.folder)] = _run(self, each, way, layout)[0], each.samples_per_s
+                found[str(each.folder)] = _run(self, each, spec, layout)[0], each.samples_per_s
         return found
 
     def between_s(self, run: Evidence) -> float:
@@ -147,30 +147,30 @@ class Plan:
         """
         rows, missing = list[PlanRow](), list[str]()
         errors = {run: simulated / real - 1 for run, (simulated, real) in self.checked.items()}
-        for way in self.strategies:
+        for spec in self.strategies:
             refusals = []
             for layout in self.layouts:
-                tell(f"{way.label}, {layout.text}")
+                tell(f"{spec.label}, {layout.text}")
                 try:
-                    rows.append(self._row(way, layout, errors))
+                    rows.append(self._row(spec, layout, errors))
                 except UserError as error:
-                    refusals.append(f"{way.label} on {layout.text}: {error}")
+                    refusals.append(f"{spec.label} on {layout.text}: {error}")
             if len(refusals) == len(self.layouts):
                 raise UserError(refusals[0])
             missing += refusals
         return sorted(rows, key=_rank), missing
 
-    def _row(self, way: Way, layout: Layout, errors: Mapping[str, float]) -> PlanRow:
-        source = nearest(self.runs, layout.each, way.label.partition(":")[0])
-        speed, timing = _run(self, source, way, layout, self.between_s(source))
-        exchange = exchange_of(make_policy(way.given), way.exchange)
+    def _row(self, spec: StrategySpec, layout: Layout, errors: Mapping[str, float]) -> PlanRow:
+        source = nearest(self.runs, layout.each, spec.label.partition(":")[0])
+        speed, timing = _run(self, source, spec, layout, self.between_s(source))
+        exchange = exchange_of(make_policy(spec.policy), spec.exchange)
         gathers = timing.contributions / timing.version * exchange.steps
         lag = gathers * (1 + timing.staleness)
         memory = _memory_factor(source, layout.each, timing.requirements.whole_rounds)
         limits = _limits(timing, memory)
         error = errors.get(str(source.folder))
         row = PlanRow(
-            strategy=way.label,
+            strategy=spec.label,
             hosts=layout.text,
             workers=layout.workers,
             samples_per_s=speed,
@@ -184,7 +184,7 @@ class Plan:
             memory_bytes=_memory_bytes(source, timing.requirements, layout),
             bottleneck=_bottleneck(limits, _factors(source, layout)),
             limits=limits,
-            extrapolated=tuple(_extrapolated(self, source, way, layout)),
+            extrapolated=tuple(_extrapolated(self, source, spec, layout)),
         )
         return row if self.target is None else self._timed(row, self.target)
 
@@ -203,10 +203,11 @@ def _rank(row: PlanRow) -> tuple[float, float]:
     return (math.inf if times is None else math.sqrt(times[0] * times[1])), -row.samples_per_s
 
 
-def own_way(run: Evidence) -> Way | None:
+def own_spec(run: Evidence) -> StrategySpec | None:
     """The run's own strategy; ``None``: it is not known by name."""
     given = run.seen.strategy.get("policy")
-    return None if given is None else Way("", given, run.seen.strategy.get("exchange"))
+    exchange = run.seen.strategy.get("exchange")
+    return None if given is None else StrategySpec(run.strategy, given, exchange)
 
 
 # ---- speed --------------------------------------------------------------------------------------
@@ -216,8 +217,9 @@ def own_way(run: Evidence) -> Way | None:
 class Contention:
     """How workers of a host with so many ``cores`` hold each other up.
 
-    ``undone``: the part of the recorded times that is left without that; ``part``: the processor's
-    share of it; ``asked``: cores of a worker, on average; ``memory``: factor on all times.
+    ``uncontended``: the part of the recorded times that is left without that; ``part``: the
+    processor's share of it; ``asked``: cores of a worker, on average; ``memory``: factor on all
+    times.
     """
 
     workers: int
@@ -226,7 +228,7 @@ class Contention:
     cores: int
     part: float
     asked: float
-    undone: float = 1.0
+    uncontended: float = 1.0
     memory: float = 1.0
 
     def longer(self, together: int) -> float:
@@ -234,19 +236,19 @@ class Contention:
         here = min(self.workers, -(-together // self.hosts))
         busy = here * self.threads + (self.workers - here) * self.asked
         part = 1 + self.part * (max(1.0, busy / self.cores) - 1)
-        return self.undone * self.memory * part
+        return self.uncontended * self.memory * part
 
 
 def _run(
-    plan: Plan, source: Evidence, way: Way, layout: Layout, between_s: float = 0.0
+    plan: Plan, source: Evidence, spec: StrategySpec, layout: Layout, between_s: float = 0.0
 ) -> tuple[float, TimingRun]:
     """Samples a second, and the simulated run."""
-    policy = make_policy(way.given)
-    exchange = exchange_of(policy, way.exchange)
-    _check_plannable(way, exchange)
+    policy = make_policy(spec.policy)
+    exchange = exchange_of(policy, spec.exchange)
+    _check_plannable(spec, exchange)
     n, steps, seen = layout.workers, exchange.steps, source.seen
     times, needs = _times(source, layout), policy.begin(n)
-    same = layout.text == "" or (_as_recorded(source, layout) and way.label == source.strategy)
+    same = _as_recorded(source, layout) and spec.label == source.strategy
     contention = None if same else _contention(plan, source, layout, needs.whole_rounds)
     own = exchange.parameters == "own" and source.steps == 1  # else it is in the times
     own_step_s = seen.update_s if own else 0.0
@@ -257,16 +259,16 @@ def _run(
     timing = TimingRun(
         *(policy, exchange, draws, network, _update_s(source, needs.gathers), epoch),
         longer=None if contention is None else contention.longer,
-        row_bytes=_row_bytes(way, exchange, seen.size_bytes),
+        row_bytes=_row_bytes(spec, exchange, seen.size_bytes),
     )
     if timing.requirements.watches_loss or timing.requirements.evaluates:
-        raise UserError(f"strategy={way.label} depends on losses, which {_SIMULATE}")
+        raise UserError(f"strategy={spec.label} depends on losses, which {_SIMULATE}")
     contributions = max(plan.mini_batches // steps, LEAST_CONTRIBUTIONS * n)
     if contributions * steps > MOST_MINI_BATCHES:
         raise UserError(
-            f"strategy={way.label}: {LEAST_CONTRIBUTIONS} contributions of each of {n} workers are "
-            f"{contributions * steps:,} mini-batches, and a row has at most {MOST_MINI_BATCHES:,}; "
-            "give fewer workers, or fewer mini-batches in a contribution"
+            f"strategy={spec.label}: {LEAST_CONTRIBUTIONS} contributions of each of {n} workers "
+            f"are {contributions * steps:,} mini-batches, and a row has at most "
+            f"{MOST_MINI_BATCHES:,}; give fewer workers, or fewer mini-batches in a contribution"
         )
     timing.run(contributions)
     return timing.counted[0] * steps * seen.batch_size / timing.last_s, timing
@@ -275,16 +277,16 @@ def _run(
 _SIMULATE = "a plan has not; python -m hybridtrain.simulate with task=... has"
 
 
-def _check_plannable(way: Way, exchange: Exchange) -> None:
+def _check_plannable(spec: StrategySpec, exchange: Exchange) -> None:
     """Workers that compute while they hand over are known to virtual time only."""
     if getattr(exchange, "overlap", 0) or getattr(exchange, "fetch", None) == "overlapped":
         raise UserError(
-            f"strategy={way.label}: its workers compute on while they hand over, which a plan does "
-            "not know; use python -m hybridtrain.simulate with task=..."
+            f"strategy={spec.label}: its workers compute on while they hand over, which a plan "
+            "does not know; use python -m hybridtrain.simulate with task=..."
         )
 
 
-def _row_bytes(way: Way, exchange: Exchange, size_bytes: int) -> int:
+def _row_bytes(spec: StrategySpec, exchange: Exchange, size_bytes: int) -> int:
     """Bytes of a contribution, of which a codec may make fewer.
 
     Raises:
@@ -295,7 +297,7 @@ def _row_bytes(way: Way, exchange: Exchange, size_bytes: int) -> int:
     one, two = (codec.n_bytes(shape, torch.float32) for shape in ((4096,), (1, 4096)))
     if one != two:
         raise UserError(
-            f"strategy={way.label}: how many bytes it hands over depends on the shapes of "
+            f"strategy={spec.label}: how many bytes it hands over depends on the shapes of "
             f"parameters, {_SIMULATE}"
         )
     return codec.n_bytes((size_bytes // 4,), torch.float32)
@@ -316,7 +318,7 @@ def _as_recorded(source: Evidence, layout: Layout) -> bool:
 
 def _times(source: Evidence, layout: Layout) -> Times:
     """As recorded on the run's own layout; else those of ordinary workers, in turn."""
-    if layout.text == "" or _as_recorded(source, layout):
+    if _as_recorded(source, layout):
         return Measured(source.times)
     return Measured(source.ordinary, layout.slower)
 
@@ -349,7 +351,7 @@ def _contention(plan: Plan, source: Evidence, layout: Layout, whole_rounds: bool
         cores=layout.cores or recorded,
         part=part_s / own_s,
         asked=cpu_s / own_s,
-        undone=own_s / usual_s,
+        uncontended=own_s / usual_s,
         memory=memory[0] / memory[1],
     )
 
@@ -411,25 +413,25 @@ def _memory_bytes(source: Evidence, wants: Requirements, layout: Layout) -> int:
     return (4 + state + rows + own + 4 * wants.holds) * source.seen.size_bytes // 4
 
 
-def _extrapolated(plan: Plan, source: Evidence, way: Way, layout: Layout) -> Iterator[str]:
+def _extrapolated(plan: Plan, run: Evidence, spec: StrategySpec, layout: Layout) -> Iterator[str]:
     """Say how the row differs from the run with its times."""
-    before, seen = source.seen.n_workers, source.seen
+    before, seen = run.seen.n_workers, run.seen
     if layout.workers != before:
         yield f"workers {before} → {layout.workers}"
-    if way.label.partition(":")[0] != source.strategy:
-        yield f"a strategy other than {source.strategy}"
-        if codec_of(exchange_of(make_policy(way.given), way.exchange)) is not None:
+    if spec.label.partition(":")[0] != run.strategy:
+        yield f"a strategy other than {run.strategy}"
+        if codec_of(exchange_of(make_policy(spec.policy), spec.exchange)) is not None:
             yield "time of encoding not measured"
     if layout.slower:
         yield "a slower worker"
-    elif source.slow and not _as_recorded(source, layout):
-        yield f"slow worker {', '.join(map(str, source.slow))} of the run left out"
-    cores, busy = layout.cores or source.cores, layout.each * source.threads
+    elif run.slow and not _as_recorded(run, layout):
+        yield f"slow worker {', '.join(map(str, run.slow))} of the run left out"
+    cores, busy = layout.cores or run.cores, layout.each * run.threads
     if not cores:
         yield f"cores not recorded, {plan.own_cores} taken"
-    elif source.cores and cores != source.cores:
-        yield f"cores {source.cores} → {cores}"
-    if busy > max(before * source.threads, cores or plan.own_cores):
+    elif run.cores and cores != run.cores:
+        yield f"cores {run.cores} → {cores}"
+    if busy > max(before * run.threads, cores or plan.own_cores):
         yield f"{busy} busy threads on {cores or plan.own_cores} cores"
     if layout.each > before and seen.size_bytes < CACHED_BYTES:
         yield f"memory bandwidth of {layout.each} workers not measured"
@@ -437,7 +439,7 @@ def _extrapolated(plan: Plan, source: Evidence, way: Way, layout: Layout) -> Ite
         yield "network not measured"
     if not seen.size_bytes and (layout.hosts > 1 or layout.network.bandwidth < math.inf):
         yield "bytes of parameters not recorded, 0 taken"
-    if not source.cpu_s:
+    if not run.cpu_s:
         yield "processor time not recorded"
 
 

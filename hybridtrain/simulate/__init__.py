@@ -2,6 +2,6 @@
 
 from hybridtrain.simulate.simulate_cli import main
 from hybridtrain.simulate.simulate_options import parse
-from hybridtrain.simulate.simulations import SimulationPlan, SimulationRow, Way, simulate
+from hybridtrain.simulate.simulations import SimulationPlan, SimulationRow, StrategySpec, simulate
 
-__all__ = ["SimulationPlan", "SimulationRow", "Way", "main", "parse", "simulate"]
+__all__ = ["SimulationPlan", "SimulationRow", "StrategySpec", "main", "parse", "simulate"]

@@ -107,13 +107,13 @@ def run(arguments: Sequence[str]) -> None:
     rows, timelines = list[SimulationRow](), dict[str, Timeline]()
     with console.status("") as status:
         for workers, hosts in zip(plan.workers, plan.hosts, strict=True):
-            for way in plan.strategies:
-                status.update(f"{way.label}, {workers} workers")
+            for spec in plan.strategies:
+                status.update(f"{spec.label}, {workers} workers")
                 timeline = Timeline(workers) if "svg" in files else None
-                rows.append(simulate(plan, way, workers, timeline, hosts))
+                rows.append(simulate(plan, spec, workers, timeline, hosts))
                 if timeline is not None:
                     several = "" if workers == 1 else "s"
-                    timelines[f"{way.label}, {workers:,} worker{several}"] = timeline
+                    timelines[f"{spec.label}, {workers:,} worker{several}"] = timeline
     console.print(table(rows))
     speeds = sorted(row.events_per_s for row in rows)
     console.print(f"{speeds[0]:,.0f} to {speeds[-1]:,.0f} mini-batches simulated per second")

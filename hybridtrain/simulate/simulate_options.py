@@ -16,7 +16,7 @@ from hybridtrain.recording import service_times
 from hybridtrain.recording.observed import Observed, observe
 from hybridtrain.report.timeline import REPORT, place
 from hybridtrain.schemes import SCHEMES
-from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
+from hybridtrain.simulate.simulations import SimulationPlan, StrategySpec, Train
 from hybridtrain.updates.named import make_update
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.arguments import options, value_of
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     train = _train(given, overrides)
     workers = given.get("workers", [8])
     plan = SimulationPlan(
-        strategies=tuple(map(way, given.get("strategy", ["hybrid", "async"]))),
+        strategies=tuple(map(strategy_spec, given.get("strategy", ["hybrid", "async"]))),
         workers=tuple(workers),
         hosts=tuple(hosts for hosts, _ in sizes) or (1,) * len(workers),
         times=_times(given, _slower(given, workers), run),
@@ -156,7 +156,7 @@ def _of_hosts(sizes: Sequence[tuple[int, int]], given: Given) -> Given:
 # ---- strategies ---------------------------------------------------------------------------------
 
 
-def way(text: str) -> Way:
+def strategy_spec(text: str) -> StrategySpec:
     """A strategy with its options: ``backup:k=3``, ``local_sgd:every=32``.
 
     Options belong to the policy; of a strategy with an exchange of its own, to the exchange.
@@ -172,13 +172,13 @@ def way(text: str) -> Way:
         )
     if name not in SCHEMES:
         make_policy(given)
-        return Way(text, given)
+        return StrategySpec(text, given)
     parts = SCHEMES[name]
     own = parts["exchange"]
     exchange = {"name": own} if isinstance(own, str) else dict(own)
     exchange |= {key: value for key, value in options.items() if key != "name"}
     make_exchange(exchange)
-    return Way(text, parts["policy"], exchange, parts.get("update"))
+    return StrategySpec(text, parts["policy"], exchange, parts.get("update"))
 
 
 def _spec(what: str, text: str) -> Any:

@@ -27,11 +27,11 @@ Train = Callable[[int], tuple[Task, MakeOptimizer]]
 
 
 @dataclass(frozen=True)
-class Way:
-    """A strategy: its ``label`` as the user wrote it, policy (``given``), exchange and update."""
+class StrategySpec:
+    """A strategy: its ``label`` as the user wrote it, policy, exchange and update."""
 
     label: str
-    given: Any
+    policy: Any
     exchange: ExchangeSpec = None  # default: the policy's
     update: UpdateSpec = None  # default: the exchange's
 
@@ -44,7 +44,7 @@ class SimulationPlan:
     or ``seconds`` of virtual time, whichever is first. ``train`` makes the task, if there is one.
     """
 
-    strategies: tuple[Way, ...] = (Way("hybrid", "hybrid"), Way("async", "async"))
+    strategies: tuple[StrategySpec, ...] = tuple(StrategySpec(x, x) for x in ("hybrid", "async"))
     workers: tuple[int, ...] = (8,)
     hosts: tuple[int, ...] = (1,)
     times: Times = field(default_factory=ServiceTimes)
@@ -98,7 +98,7 @@ class SimulationRow:
 
 def simulate(
     plan: SimulationPlan,
-    way: Way,
+    spec: StrategySpec,
     workers: int,
     timeline: Timeline | None = None,
     hosts: int = 1,
@@ -117,7 +117,7 @@ def simulate(
             )
     network = replace(plan.conditions.network, hosts=hosts)
     plan = replace(plan, conditions=replace(plan.conditions, network=network))
-    world, epochs = _world(plan, way, workers, timeline)
+    world, epochs = _world(plan, spec, workers, timeline)
     mini_batches = math.inf if plan.mini_batches is None else plan.mini_batches
     with _unswept():
         began = time.process_time()
@@ -125,7 +125,7 @@ def simulate(
         took_s = time.process_time() - began
     if timeline is not None:
         world.server.statistics.end_timeline(min(plan.seconds, world.next_s))
-    return _row(plan, way, world, took_s)
+    return _row(plan, spec, world, took_s)
 
 
 @contextmanager
@@ -139,10 +139,10 @@ def _unswept() -> Iterator[None]:
 
 
 def _world(
-    plan: SimulationPlan, way: Way, workers: int, timeline: Timeline | None
+    plan: SimulationPlan, spec: StrategySpec, workers: int, timeline: Timeline | None
 ) -> tuple[VirtualWorld, float]:
     """The world of one run, and the number of epochs to simulate."""
-    policy = make_policy(way.given)
+    policy = make_policy(spec.policy)
     make = partial(
         VirtualWorld,
         policy,
@@ -153,13 +153,13 @@ def _world(
         timeline=timeline,
     )
     if plan.train is None:
-        if way.exchange is not None or evaluates(exchange_of(policy)):
+        if spec.exchange is not None or evaluates(exchange_of(policy)):
             raise UserError(
-                f"strategy={way.label} was given without task=...; its workers train on their own, "
-                "so there must be something to train"
+                f"strategy={spec.label} was given without task=...; its workers train on their "
+                "own, so there must be something to train"
             )
         return make(conditions=plan.conditions, epoch=plan.epoch), math.inf
-    exchange = plan.exchange if way.exchange is None else way.exchange
+    exchange = plan.exchange if spec.exchange is None else spec.exchange
     task, optimizer = plan.train(workers)
     size_bytes = sum(value.numel() * value.element_size() for value in task.parameters())
     network = replace(plan.conditions.network, size_bytes=size_bytes)
@@ -169,20 +169,22 @@ def _world(
         conditions=replace(plan.conditions, network=network),
         correction=make_correction(plan.correction),
         exchange=None if exchange is None else make_exchange(exchange),
-        update=make_update(way.update if plan.update is None else plan.update),
+        update=make_update(spec.update if plan.update is None else plan.update),
     )
     wanted = getattr(task, "epochs", math.inf) if plan.mini_batches is None else math.inf
     return world, wanted
 
 
-def _row(plan: SimulationPlan, way: Way, world: VirtualWorld, took_s: float) -> SimulationRow:
+def _row(
+    plan: SimulationPlan, spec: StrategySpec, world: VirtualWorld, took_s: float
+) -> SimulationRow:
     statistics, stats = world.server.statistics, world.server.statistics.stats()
     workers = statistics.n_workers
     ideal = sum(1 / plan.times.expected_s(worker) for worker in range(workers))
     seconds = world.now_s or math.inf
     dropped = sum(stats["dropped"])
     return SimulationRow(
-        strategy=way.label,
+        strategy=spec.label,
         workers=workers,
         seconds=world.now_s,
         updates=stats["updates"],

@@ -33,10 +33,10 @@ from hybridtrain.worker.device.cuda import forbids_fork
 from hybridtrain.worlds.local.process_world import OtherHosts, ProcessWorld
 
 
-class Workers(NamedTuple):
+class StartOptions(NamedTuple):
     """How workers are started; ``threads``: of each, for torch."""
 
-    start_method: str
+    method: str
     threads: int
 
 
@@ -193,7 +193,7 @@ def world_of(
     scheme: Scheme,
     server: Server,
     judge: Judge,
-    way: Workers,
+    start: StartOptions,
     device_names: Sequence[str],
     worker_updates: bool,
     others: OtherHosts | None = None,
@@ -205,8 +205,8 @@ def world_of(
     return ProcessWorld(
         server,
         scheme.world_size,
-        way.start_method,
-        way.threads,
+        start.method,
+        start.threads,
         scheme.stop_grace_s,
         judge,
         watchdog,

@@ -31,7 +31,7 @@ from hybridtrain.training import scheme
 from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
 from hybridtrain.training.saved_run import SavedRun, made_by
-from hybridtrain.training.scheme import Scheme, Workers
+from hybridtrain.training.scheme import Scheme, StartOptions
 from hybridtrain.training.worker import Epochs, HowToGoThrough, Job, MakeOptimizer, Worker, work
 from hybridtrain.updates.groups import needs_closure
 from hybridtrain.updates.named import KNOWN, MEAN, SUM, make_update
@@ -184,14 +184,15 @@ class Server(Scheme):
         """
         job = self._job(body, workers, data, how)
         _check_number(workers)
-        start = scheme.resolve_start_method(self.start_method)
+        method = scheme.resolve_start_method(self.start_method)
         threads = scheme.threads_of_a_worker(self, workers)
+        start = StartOptions(method, threads)
         in_update = scheme.usable_cores() if self.requirements.whole_rounds else 1
         server = self._serving = scheme.serving(self, True, threads, in_update)
-        way, judge, ended = Workers(start, threads), Judge(self.on_failure), False
+        judge, ended = Judge(self.on_failure), False
         report = _Progress(server.statistics.stats, on_progress)
         own = scheme.workers_may_update(self)
-        world = scheme.world_of(self, server, judge, way, (), own, report=report)
+        world = scheme.world_of(self, server, judge, start, (), own, report=report)
         try:
             results = world.run(partial(work, job))
             ended = True

@@ -89,7 +89,9 @@ def test_hosts_share_their_links_and_the_table_says_what_is_busy(
 @pytest.mark.parametrize("size", ["workers=10000", "hosts=4x2500"])
 def test_ten_thousand_workers_are_no_trouble(size: str) -> None:
     plan, _ = parse([size, "mini_batches=20000"])
-    row = simulate.simulate(plan, simulate.Way("hybrid", "hybrid"), 10_000, None, plan.hosts[0])
+    row = simulate.simulate(
+        plan, simulate.StrategySpec("hybrid", "hybrid"), 10_000, None, plan.hosts[0]
+    )
     assert (row.updates, row.samples) == (2, 2 * 10_000 * 32)
 
 
