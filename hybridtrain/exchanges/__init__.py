@@ -11,7 +11,7 @@ from hybridtrain.exchanges.exchange import (
     LocalExchange,
     MergeRule,
     Offer,
-    Ways,
+    StepFactory,
     WorkerGradients,
     evaluates,
 )
@@ -31,8 +31,8 @@ __all__ = [
     "MergeRule",
     "Offer",
     "Requirements",
+    "StepFactory",
     "StepsOwnParameters",
-    "Ways",
     "WorkerGradients",
     "check_visits",
     "combine",

@@ -1,4 +1,4 @@
-"""The contract of an exchange."""
+"""The contract of an exchange, and of a rule that merges the gradients of workers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,197 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import as_typed
+
+# What a worker computes with. "read": the masters, or a copy that every release renews, as the
+# policy allows. "shared": the masters, which it writes to. "own": memory of its own, which its own
+# optimizer moves.
+Parameters = Literal["read", "shared", "own"]
+RESIDUALS = "residuals"  # in an exchange's state: what compression has left out so far
+OWN = (RESIDUALS, "samples", "sums")  # in it, too, and nothing that another worker could go on with
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """What workers hand over, and what they compute with.
+
+    With ``parameters = "own"`` workers step parameters of their own: :class:`LocalExchange`. Where
+    they hand over every step's gradient (``"read"``) or write to the masters (``"shared"``), no
+    further method is needed. ``update``: how the masters move, unless the user says
+    (``strategy.update``): the user's own optimizer (``"user"``), which gets the mean of the
+    gradients or what a merge rule makes of them; or the mean of what was handed over is subtracted
+    (``"mean"``). ``keeps``: workers continue from parameters of their own where all have handed
+    over (else from the masters).
+    """
+
+    parameters: ClassVar[Parameters]
+    keeps: ClassVar[bool]
+
+    @property
+    def update(self) -> str | MergeRule:
+        """How the masters move."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """A worker's own steps behind what it hands over, as a rule."""
+        ...
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
+        ...
+
+    def worker_steps(self, factory: StepFactory) -> Any:
+        """Choose how workers step."""
+        ...
+
+
+@runtime_checkable
+class LocalExchange(Exchange, Protocol):
+    """What a worker with parameters of its own (``"own"``) does at the steps of one optimizer.
+
+    Each worker has a copy for each optimizer, which remembers what it needs. One that cannot do
+    with any number of parameters may have ``check_tensors(n_tensors)``, which raises
+    ``UserError``.
+    """
+
+    @property
+    def owes(self) -> bool:
+        """Whether the worker has made steps since it last handed something over."""
+        ...
+
+    def step(self, local: Local) -> Leaving:
+        """A backward has ended, and the user's optimizer is to step; ``None``: nothing leaves."""
+        ...
+
+    def skip(self, local: Local) -> Leaving:
+        """The others make a step for which this worker has no data."""
+        ...
+
+    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Leaving:
+        """The server has let the worker go on, with these masters; perhaps something follows."""
+        ...
+
+    def flush(self, local: Local) -> Leaving:
+        """Hand over the steps since the last exchange: an epoch or training ends, or all
+        free-running workers meet. ``None``: there has been no step since.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The worker's state for a checkpoint, also between two exchanges.
+
+        The part that is of no use to another worker lies under the names of ``OWN``.
+        """
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+# ---- what an exchange sees, and what it returns -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The tensors that a worker hands over.
+
+    ``values``: one for each parameter of the optimizer, in its shape, or ``None`` where there is
+    nothing; ``weight``: what it counts for, in samples; ``fetch``: the worker wants the newest
+    masters back (else it only hears that it may go on); ``encoded``: what travels instead of the
+    values, (n,) uint8, if something does (:mod:`hybridtrain.exchanges.compression`); ``samples``:
+    used since the last offer, if that is another number; ``later``: computing goes on, until the
+    exchange awaits the answer; ``loss``: the mean over these samples, else the last mini-batch's.
+    """
+
+    values: Sequence[torch.Tensor | None]
+    weight: float
+    fetch: bool = True
+    encoded: torch.Tensor | None = None
+    samples: float | None = None
+    later: bool = False
+    loss: float | None = None
+
+    @property
+    def only_fetches(self) -> bool:
+        """Whether nothing of what was computed since the last offer is in it."""
+        return self.samples is None and all(value is None for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait for the answer to an earlier ``Offer(later=True)``; then ``take`` gets the masters."""
+
+
+Leaving = Offer | Await | None  # ``None``: computing goes on
+
+
+def evaluates(exchange: Exchange) -> bool:
+    """Whether workers never step, but evaluate the whole loss where the update asks for it."""
+    return bool(getattr(exchange, "evaluates", False))
+
+
+class Local(Protocol):
+    """What an exchange sees of one worker, for one of its optimizers; lists are in one order."""
+
+    parameters: list[torch.Tensor]  # the worker's own
+    fresh: bool  # the masters do not change while this worker computes
+    worker: int  # its number
+    workers: int  # how many train
+    ends: bool  # where all meet: training has ended, or the epoch has
+
+    @property
+    def masters(self) -> Sequence[torch.Tensor]:
+        """As this worker has read them last; not to be written to."""
+        ...
+
+    @property
+    def gradients(self) -> Sequence[torch.Tensor | None]:
+        """The gradients of the mini-batches since the last step."""
+        ...
+
+    @property
+    def samples(self) -> float:
+        """The number of samples in these gradients."""
+        ...
+
+    @property
+    def loss(self) -> float:
+        """The mean over these samples, where the exchange evaluates the loss."""
+        ...
+
+    @property
+    def rate(self) -> float:
+        """The largest learning rate of the user's optimizer, as it is now."""
+        ...
+
+    def step(self) -> None:
+        """The user's optimizer steps the worker's own parameters."""
+        ...
+
+    def moved(self, places: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """The masters, as this worker has read them last, minus its own parameters.
+
+        Of these places of the lists, or of all. For the next offer, whose memory may hold them.
+        """
+        ...
+
+
+class StepFactory(Protocol):
+    """Each method sets up one kind of worker steps, and returns what makes them, if anything."""
+
+    def hand_over_gradients(self, codec: Any) -> Any:
+        """Each step's gradient goes to the server, encoded by the codec, if there is one."""
+        ...
+
+    def write_to_masters(self, private_state: bool) -> Any:
+        """Workers step the masters, with optimizer state that all share, or each its own."""
+        ...
+
+    def step_own_parameters(self, exchange: LocalExchange) -> Any:
+        """Workers step parameters of their own; the exchange says when something leaves."""
+        ...
+
 
 # ---- the contract of a merge rule: how the gradients of an update's workers become one ----------
 # Without a rule it is their mean, weighted by samples. A rule sees each worker's gradients apart,
@@ -122,191 +313,3 @@ def check_rule(rule: MergeRule, policy: object, gathers: int, holds: bool) -> No
             f"update, but it merges at least {rule.least}; use policy=hybrid with at least "
             f"{rule.least} workers, or update=user"
         )
-
-
-# What a worker computes with. "read": the masters, or a copy that every release renews, as the
-# policy allows. "shared": the masters, which it writes to. "own": memory of its own, which its own
-# optimizer moves.
-Parameters = Literal["read", "shared", "own"]
-RESIDUALS = "residuals"  # in an exchange's state: what compression has left out so far
-OWN = (RESIDUALS, "samples", "sums")  # in it, too, and nothing that another worker could go on with
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The tensors that a worker hands over.
-
-    ``values``: one for each parameter of the optimizer, in its shape, or ``None`` where there is
-    nothing; ``weight``: what it counts for, in samples; ``fetch``: the worker wants the newest
-    masters back (else it only hears that it may go on); ``encoded``: what travels instead of the
-    values, (n,) uint8, if something does (:mod:`hybridtrain.exchanges.compression`); ``samples``:
-    used since the last offer, if that is another number; ``later``: computing goes on, until the
-    exchange awaits the answer; ``loss``: the mean over these samples, else the last mini-batch's.
-    """
-
-    values: Sequence[torch.Tensor | None]
-    weight: float
-    fetch: bool = True
-    encoded: torch.Tensor | None = None
-    samples: float | None = None
-    later: bool = False
-    loss: float | None = None
-
-    @property
-    def only_fetches(self) -> bool:
-        """Whether nothing of what was computed since the last offer is in it."""
-        return self.samples is None and all(value is None for value in self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """Wait for the answer to an earlier ``Offer(later=True)``; then ``take`` gets the masters."""
-
-
-Leaving = Offer | Await | None  # ``None``: computing goes on
-
-
-def evaluates(exchange: Exchange) -> bool:
-    """Whether workers never step, but evaluate the whole loss where the update asks for it."""
-    return bool(getattr(exchange, "evaluates", False))
-
-
-class Local(Protocol):
-    """What an exchange sees of one worker, for one of its optimizers; lists are in one order."""
-
-    parameters: list[torch.Tensor]  # the worker's own
-    fresh: bool  # the masters do not change while this worker computes
-    worker: int  # its number
-    workers: int  # how many train
-    ends: bool  # where all meet: training has ended, or the epoch has
-
-    @property
-    def masters(self) -> Sequence[torch.Tensor]:
-        """As this worker has read them last; not to be written to."""
-        ...
-
-    @property
-    def gradients(self) -> Sequence[torch.Tensor | None]:
-        """The gradients of the mini-batches since the last step."""
-        ...
-
-    @property
-    def samples(self) -> float:
-        """The number of samples in these gradients."""
-        ...
-
-    @property
-    def loss(self) -> float:
-        """The mean over these samples, where the exchange evaluates the loss."""
-        ...
-
-    @property
-    def rate(self) -> float:
-        """The largest learning rate of the user's optimizer, as it is now."""
-        ...
-
-    def step(self) -> None:
-        """The user's optimizer steps the worker's own parameters."""
-        ...
-
-    def moved(self, places: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """The masters, as this worker has read them last, minus its own parameters.
-
-        Of these places of the lists, or of all. For the next offer, whose memory may hold them.
-        """
-        ...
-
-
-class Ways(Protocol):
-    """Each method sets up one kind of worker steps, and returns what makes them, if anything."""
-
-    def hand_over_gradients(self, codec: Any) -> Any:
-        """Each step's gradient goes to the server, encoded by the codec, if there is one."""
-        ...
-
-    def write_to_masters(self, private_state: bool) -> Any:
-        """Workers step the masters, with optimizer state that all share, or each its own."""
-        ...
-
-    def step_own_parameters(self, exchange: LocalExchange) -> Any:
-        """Workers step parameters of their own; the exchange says when something leaves."""
-        ...
-
-
-@runtime_checkable
-class Exchange(Protocol):
-    """What workers hand over, and what they compute with.
-
-    With ``parameters = "own"`` workers step parameters of their own: :class:`LocalExchange`. Where
-    they hand over every step's gradient (``"read"``) or write to the masters (``"shared"``), no
-    further method is needed. ``update``: how the masters move, unless the user
-    says (``strategy.update``): the user's own optimizer (``"user"``), which gets the mean of the
-    gradients or what a merge rule makes of them; or the mean of what was handed over is subtracted
-    (``"mean"``). ``keeps``: workers continue from parameters of their own where all have handed
-    over (else from the masters).
-    """
-
-    parameters: ClassVar[Parameters]
-    keeps: ClassVar[bool]
-
-    @property
-    def update(self) -> str | MergeRule:
-        """How the masters move."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """A worker's own steps behind what it hands over, as a rule."""
-        ...
-
-    def check(self, n_workers: int, whole_rounds: bool) -> None:
-        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
-        ...
-
-    def worker_steps(self, ways: Ways) -> Any:
-        """Choose how workers step."""
-        ...
-
-
-@runtime_checkable
-class LocalExchange(Exchange, Protocol):
-    """What a worker with parameters of its own (``"own"``) does at the steps of one optimizer.
-
-    Each worker has a copy for each optimizer, which remembers what it needs. One that cannot do
-    with any number of parameters may have ``check_tensors(n_tensors)``, which raises
-    ``UserError``.
-    """
-
-    @property
-    def owes(self) -> bool:
-        """Whether the worker has made steps since it last handed something over."""
-        ...
-
-    def step(self, local: Local) -> Leaving:
-        """A backward has ended, and the user's optimizer is to step; ``None``: nothing leaves."""
-        ...
-
-    def skip(self, local: Local) -> Leaving:
-        """The others make a step for which this worker has no data."""
-        ...
-
-    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Leaving:
-        """The server has let the worker go on, with these masters; perhaps something follows."""
-        ...
-
-    def flush(self, local: Local) -> Leaving:
-        """Hand over the steps since the last exchange: an epoch or training ends, or all
-        free-running workers meet. ``None``: there has been no step since.
-        """
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The worker's state for a checkpoint, also between two exchanges.
-
-        The part that is of no use to another worker lies under the names of ``OWN``.
-        """
-        ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        ...

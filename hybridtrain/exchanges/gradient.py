@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridtrain.exchanges.compression import codec_of, make_codec
-from hybridtrain.exchanges.exchange import MergeRule, Parameters, Ways
+from hybridtrain.exchanges.exchange import MergeRule, Parameters, StepFactory
 from hybridtrain.options.exchange_options import GradientOptions, InPlaceOptions
 from hybridtrain.util.option_types import BriefRepr
 
@@ -32,8 +32,8 @@ class Gradient(EveryStep, GradientOptions, BriefRepr):
         super().__post_init__()
         self.compress = make_codec(self.compress)
 
-    def worker_steps(self, ways: Ways) -> Any:
-        return ways.hand_over_gradients(codec_of(self))
+    def worker_steps(self, factory: StepFactory) -> Any:
+        return factory.hand_over_gradients(codec_of(self))
 
 
 @dataclass(frozen=True)
@@ -43,5 +43,5 @@ class InPlace(EveryStep, InPlaceOptions):
     parameters: ClassVar[Parameters] = "shared"
     update: ClassVar[str] = "user"
 
-    def worker_steps(self, ways: Ways) -> Any:
-        return ways.write_to_masters(self.optimizer_state == "private")
+    def worker_steps(self, factory: StepFactory) -> Any:
+        return factory.write_to_masters(self.optimizer_state == "private")

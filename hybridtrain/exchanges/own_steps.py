@@ -15,7 +15,7 @@ from hybridtrain.exchanges.exchange import (
     Local,
     MergeRule,
     Parameters,
-    Ways,
+    StepFactory,
 )
 
 
@@ -39,9 +39,9 @@ class StepsOwnParameters:
         """One: each step of a worker is handed over, as a rule."""
         return 1
 
-    def worker_steps(self: Any, ways: Ways) -> Any:
+    def worker_steps(self: Any, factory: StepFactory) -> Any:
         """On parameters of the worker's own."""
-        return ways.step_own_parameters(self)
+        return factory.step_own_parameters(self)
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
         """Any number of workers is right, and any policy that ``combine`` admits."""

@@ -129,7 +129,7 @@ class WorkerSession:
         only = len(self._optimizers) == 1 and self._update.is_users
         return host and self._trained.unseen and only
 
-    # ---- the ways to step, of which the exchange calls one: ``Ways`` in exchanges/exchange.py ----
+    # ---- ``StepFactory`` of exchanges/exchange.py: the exchange calls one of these --------------
 
     def hand_over_gradients(self, codec: Codec | None) -> tuple[Replica, MakeStep]:
         """Raises ``UserError`` if an optimizer compares losses, whose gradients are rounded."""
