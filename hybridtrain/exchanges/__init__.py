@@ -17,7 +17,7 @@ from hybridtrain.exchanges.exchange import (
 )
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
 from hybridtrain.exchanges.own_steps import StepsOwnParameters
-from hybridtrain.exchanges.requirements import Inside, Requirements, check_visits, combine
+from hybridtrain.exchanges.requirements import Inside, Requirements, begin_policy, check_visits
 
 __all__ = [
     "EXCHANGES",
@@ -34,8 +34,8 @@ __all__ = [
     "StepFactory",
     "StepsOwnParameters",
     "WorkerGradients",
+    "begin_policy",
     "check_visits",
-    "combine",
     "evaluates",
     "exchange_of",
     "make_exchange",

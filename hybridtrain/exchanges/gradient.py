@@ -18,7 +18,7 @@ class EveryStep:
     steps: ClassVar[int] = 1
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
-        """It fits any number of workers, and any policy that :func:`combine` admits."""
+        """It fits any number of workers, and any policy that :func:`begin_policy` admits."""
 
 
 @dataclass(repr=False)

@@ -44,7 +44,7 @@ class StepsOwnParameters:
         return factory.step_own_parameters(self)
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
-        """Any number of workers is right, and any policy that ``combine`` admits."""
+        """Any number of workers is right, and any policy that ``begin_policy`` admits."""
 
     def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Leaving:
         """The worker goes on from the masters."""

@@ -123,10 +123,10 @@ def check_visits(requirements: Requirements) -> None:
         )
 
 
-def combine(
+def begin_policy(
     policy: Policy, exchange: Exchange, n_workers: int, inside: Inside | None = None
 ) -> Requirements:
-    """Begin the policy for so many workers, and say what it and the exchange rely on.
+    """Begin the policy for so many workers; returns what it and the exchange require.
 
     ``inside``: what the workers of one host do together.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from hybridtrain.exchanges import Exchange
-from hybridtrain.exchanges.requirements import Requirements, combine
+from hybridtrain.exchanges.requirements import Requirements, begin_policy
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.facts import (
     Accumulate,
@@ -160,7 +160,7 @@ class TimingRun:
         n = len(draws)
         self._longer, self._factor, self.factors = longer, 1.0, 0.0
         self._policy, self._draws, self.update_s = policy, draws, update_s
-        self.requirements: Requirements = combine(policy, exchange, n)
+        self.requirements: Requirements = begin_policy(policy, exchange, n)
         once = self.requirements.whole_rounds, self.requirements.everyone
         self.links = Links(network) if network.hosts == 1 else HostLinks(network, n, *once)
         self.size_bytes = network.size_bytes if row_bytes is None else row_bytes

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, Inside, combine, exchange_of
+from hybridtrain.exchanges import Exchange, Inside, begin_policy, exchange_of
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.exchanges.exchange import MergeRule, check_rule
 from hybridtrain.memory import Store
@@ -124,7 +124,7 @@ class Server:
     ) -> None:
         self.policy, self._merge = policy, merge
         exchange = exchange or exchange_of(policy)
-        self.requirements = wants = combine(policy, exchange, n_workers, inside)
+        self.requirements = wants = begin_policy(policy, exchange, n_workers, inside)
         if merge is not None:
             check_rule(merge, policy, wants.gathers, wants.holds)
         self.statistics = RunStatistics(n_workers, clock, timeline, traffic)

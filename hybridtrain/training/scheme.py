@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Inside, Requirements, combine, exchange_of
+from hybridtrain.exchanges import Inside, Requirements, begin_policy, exchange_of
 from hybridtrain.memory import UpdateMaker
 from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.monitoring.watchdog import SlowReport, Watchdog, to_stderr
@@ -149,7 +149,7 @@ def required(scheme: Scheme) -> Requirements:
     Raises:
         UserError: if they contradict each other.
     """
-    return combine(deepcopy(scheme.policy), scheme.exchange, scheme.world_size, scheme.inside)
+    return begin_policy(deepcopy(scheme.policy), scheme.exchange, scheme.world_size, scheme.inside)
 
 
 def serving(

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import combine
+from hybridtrain.exchanges import begin_policy
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.training.model import Model
 from hybridtrain.training.server import Server
@@ -305,7 +305,7 @@ def train_on(
 def _check(server: Server, n_slots: int, other: Mapping[str, Any]) -> None:
     for name in other:
         raise UserError(f"{name} was given with data of Spark, where it has no meaning")
-    wants = combine(deepcopy(server.policy), server.exchange, n_slots)
+    wants = begin_policy(deepcopy(server.policy), server.exchange, n_slots)
     goes_on = wants.free or (wants.holds and not wants.drops_late)
     if not goes_on or wants.whole_rounds or wants.parameters != "copy":
         raise UserError(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import combine, exchange_of
+from hybridtrain.exchanges import begin_policy, exchange_of
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.named import make_update, update_of
 
@@ -60,7 +60,7 @@ def test_parts_that_make_no_sense_say_so_in_a_line(
         made = make_policy(policy)
         chosen = exchange_of(made, exchange)
         update_of(chosen, make_update(update))
-        combine(made, chosen, 3)
+        begin_policy(made, chosen, 3)
     for fragment in fragments:
         assert fragment in str(error.value)
     assert "\n" not in str(error.value)

@@ -9,7 +9,7 @@ import torch
 from theory.local import pulled
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import combine, make_exchange
+from hybridtrain.exchanges import begin_policy, make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script
@@ -156,7 +156,7 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], fragments: list[s
 def test_forces_cannot_be_put_aside() -> None:
     policy = make_policy({"name": "k_batch_async", "k": 2})
     with pytest.raises(UserError, match=r"exchange=elastic.*put aside.*averaged"):
-        combine(policy, make_exchange("elastic"), 3)
+        begin_policy(policy, make_exchange("elastic"), 3)
 
 
 def test_who_takes_the_place_of_a_worker_that_died_begins_at_the_centre() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import combine, make_exchange
+from hybridtrain.exchanges import begin_policy, make_exchange
 from hybridtrain.exchanges.movement import interval
 from hybridtrain.policies import make_policy
 from tests.exchanges.test_own_parameters import Two, momentum, world
@@ -97,11 +97,11 @@ def test_what_makes_no_sense_is_refused(every: Any, fragments: list[str]) -> Non
 def test_there_is_one_number_for_each_worker_or_one_for_all() -> None:
     exchange = make_exchange({"name": "movement", "every": [4, 2, 1]})
     with pytest.raises(UserError, match=r"every=\[4, 2, 1\] was given, but .* 2 workers"):
-        combine(make_policy("async"), exchange, 2)
-    assert combine(make_policy("async"), exchange, 3).gathers == 2
+        begin_policy(make_policy("async"), exchange, 2)
+    assert begin_policy(make_policy("async"), exchange, 3).gathers == 2
     alone = make_exchange({"name": "movement", "every": [4]})
     with pytest.raises(UserError, match=r"every=\[4\] was given, but .* 2 workers"):
-        combine(make_policy("async"), alone, 2)
+        begin_policy(make_policy("async"), alone, 2)
 
 
 def test_what_is_said_of_seconds_is_what_was_given() -> None:
@@ -109,13 +109,13 @@ def test_what_is_said_of_seconds_is_what_was_given() -> None:
     exchange = make_exchange({"name": "movement", "every": every})
     given = r"exchange.every.seconds_per_step=\[1.0, 2.0\] was given"
     with pytest.raises(UserError, match=rf"{given}, but there are 3 workers"):
-        combine(make_policy("async"), exchange, 3)
+        begin_policy(make_policy("async"), exchange, 3)
     with pytest.raises(UserError, match=rf"{given}, .*step equally often"):
-        combine(make_policy("hybrid"), exchange, 2)
+        begin_policy(make_policy("hybrid"), exchange, 2)
 
 
 def test_in_lock_step_all_exchange_equally_often() -> None:
     unequal = make_exchange({"name": "movement", "every": [4, 8]})
     with pytest.raises(UserError, match=r"every=\[4, 8\].*step equally often.*policy=async or"):
-        combine(make_policy("hybrid"), unequal, 2)
-    combine(make_policy("hybrid"), make_exchange({"name": "movement", "every": [4, 4]}), 2)
+        begin_policy(make_policy("hybrid"), unequal, 2)
+    begin_policy(make_policy("hybrid"), make_exchange({"name": "movement", "every": [4, 4]}), 2)

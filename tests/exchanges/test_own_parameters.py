@@ -11,7 +11,7 @@ import torch
 from theory.local import Bowls
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import LocalExchange, combine, make_exchange
+from hybridtrain.exchanges import LocalExchange, begin_policy, make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.named import make_update, update_of
 from hybridtrain.worlds.virtual.network import Conditions, Network
@@ -384,7 +384,7 @@ def test_parts_that_contradict_each_other_are_named(
     policy: Any, exchange: str, fragments: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
-        combine(make_policy(policy), make_exchange(exchange), 3)
+        begin_policy(make_policy(policy), make_exchange(exchange), 3)
     for fragment in fragments:
         assert fragment in str(error.value)
 
@@ -443,4 +443,4 @@ def test_a_policy_of_ones_own_must_say_what_it_needs() -> None:
             return ()
 
     with pytest.raises(UserError, match=r"begin\(\) returned None; it must return a .*Needs"):
-        combine(Silent(), make_exchange("gradient"), 2)  # type: ignore[arg-type]
+        begin_policy(Silent(), make_exchange("gradient"), 2)  # type: ignore[arg-type]

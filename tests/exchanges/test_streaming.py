@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import combine, make_exchange
+from hybridtrain.exchanges import begin_policy, make_exchange
 from hybridtrain.exchanges.streaming import fragments_of
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.named import make_update
@@ -188,7 +188,7 @@ def test_bad_values_are_said(options: dict[str, Any], fragments: list[str]) -> N
 @pytest.mark.parametrize("policy", ["async", {"name": "grace", "window_s": 1.0}, "ssp"])
 def test_workers_that_run_freely_are_refused(policy: Any) -> None:
     with pytest.raises(UserError, match=r"run freely.*use policy=hybrid"):
-        combine(make_policy(policy), make_exchange("streaming"), 2)
+        begin_policy(make_policy(policy), make_exchange("streaming"), 2)
 
 
 def test_more_fragments_than_parameters_are_refused() -> None:

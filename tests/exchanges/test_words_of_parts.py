@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import combine, make_exchange
+from hybridtrain.exchanges import begin_policy, make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.util.option_types import as_typed
 
@@ -35,7 +35,9 @@ def test_a_part_is_named_by_name_and_what_is_not_the_default(given: Any, said: s
 
 def test_a_refusal_shows_no_class() -> None:
     with pytest.raises(UserError) as caught:
-        combine(make_policy("synchronous"), make_exchange({"name": "movement", "every": 16}), 2)
+        begin_policy(
+            make_policy("synchronous"), make_exchange({"name": "movement", "every": 16}), 2
+        )
     assert str(caught.value).startswith(
         "exchange={name: movement, every: 16} was given with policy=synchronous, but"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.exchanges import combine, make_exchange
+from hybridtrain.exchanges import begin_policy, make_exchange
 from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import (
@@ -112,7 +112,7 @@ def test_who_counts_what_is_pushed_hears_of_each_step_before_it_is_made(
     policy: Any, first: bool
 ) -> None:
     """Or worker 0 would make more updates alone than were wanted."""
-    wants = combine(make_policy(policy), make_exchange("in_place"), 2)
+    wants = begin_policy(make_policy(policy), make_exchange("in_place"), 2)
     assert wants.steps_unasked == first
 
 

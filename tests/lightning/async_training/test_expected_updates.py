@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.exchanges import Requirements, combine, exchange_of
+from hybridtrain.exchanges import Requirements, begin_policy, exchange_of
 from hybridtrain.lightning.async_training.expected_updates import batches_of, updates_of
 from hybridtrain.policies import make_policy
 from hybridtrain.training.samplers import EpochPlan, Seeded
@@ -114,7 +114,7 @@ def test_of_a_stream_lightning_says_what_it_always_says() -> None:
 )
 def test_updates_of_a_policy(policy: Any, workers: int, updates: int) -> None:
     made = make_policy(policy)
-    requirements = combine(made, exchange_of(made), workers)
+    requirements = begin_policy(made, exchange_of(made), workers)
     assert updates_of(requirements, pushes=100, epochs=2) == updates
 
 
