@@ -112,7 +112,7 @@ def _listen_to_rounds(tap: Tap) -> None:
 
 def _listen_to_deaths(tap: Tap) -> None:
     _note(Failed, "rebuild", tap.noticed_s, [])
-    _note(WorkerProcess, "obituary", tap.noticed_s, [])
+    _note(WorkerProcess, "describe_exit", tap.noticed_s, [])
     _note(Judge, "failed", tap.noticed_s, tap.verdicts)
 
 

@@ -28,7 +28,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """Kill the worker's process; ``cause``: for the obituary."""
+    """Kill the worker's process; ``cause``: for the message about its end."""
 
     number: int
     cause: str = ""
@@ -64,11 +64,11 @@ class FromWorker:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker's process has ended; ``obituary``, ``aftermath``: see ``WorkerHandle``."""
+    """The worker's process has ended; ``exit_text``, ``metrics_note``: see ``WorkerHandle``."""
 
     number: int
-    obituary: str
-    aftermath: str = ""
+    exit_text: str
+    metrics_note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,14 +65,14 @@ class RemoteWorker(WorkerHandle):
         if not self.gone:
             self.host.tell(KillWorker(self.number, self.cause))
 
-    def bury(self) -> None:
+    def mark_ended(self) -> None:
         self.gone, self.request = True, None
 
-    def obituary(self) -> str:
-        return f"worker {self.number} has ended" if self.end is None else self.end.obituary
+    def describe_exit(self) -> str:
+        return f"worker {self.number} has ended" if self.end is None else self.end.exit_text
 
-    def aftermath(self) -> str:
-        return "" if self.end is None else self.end.aftermath
+    def metrics_note(self) -> str:
+        return "" if self.end is None else self.end.metrics_note
 
 
 class OtherHost:

@@ -259,8 +259,8 @@ class Relay:
     def _reap(self, worker: WorkerProcess) -> None:
         self._listen(worker)  # its last messages
         self._forward_held_pushes()
-        worker.bury()
-        self.connection.send(Ended(worker.number, worker.obituary(), worker.aftermath()))
+        worker.mark_ended()
+        self.connection.send(Ended(worker.number, worker.describe_exit(), worker.metrics_note()))
 
     # ---- from the server to workers -------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class Relay:
         if order.anew:
             self._starter.kill()
             for worker in running(self._starter.workers):
-                worker.bury()
+                worker.mark_ended()
             self._store, self._share = None, None
             self.connection.send(Begun())
         try:

@@ -413,11 +413,11 @@ class ProcessWorld:
 
     def _reap(self, worker: WorkerHandle, selector: BaseSelector) -> None:
         self._listen(worker, selector)  # its last messages
-        worker.bury()
+        worker.mark_ended()
         if self.roster.states[worker.number] in THERE:
-            self._fail(worker, WorkerDied(worker.obituary(), worker.counts))
+            self._fail(worker, WorkerDied(worker.describe_exit(), worker.counts))
         self.roster.reaped(worker.number)
-        if not worker.mourned:
+        if not worker.loss_known:
             self._on(Removed(worker.number))
 
     # ---- failures -------------------------------------------------------------------------------
@@ -427,17 +427,17 @@ class ProcessWorld:
         now_s, number = time.monotonic(), worker.number
         match self.roster.failed(number, error, now_s, self.server.training, waits):
             case GoOn():
-                to_stderr(f"{in_words(error)}; the others go on without it{worker.aftermath()}")
-                worker.mourn()
+                to_stderr(f"{in_words(error)}; the others go on without it{worker.metrics_note()}")
+                worker.mark_lost()
                 self._on(Removed(number, announced=True))
             case Replace(delay_s, restart, anew):
                 news = f"; restart {restart}, in {delay_s:g} s" + _ANEW * anew
-                to_stderr(f"{in_words(error)}{news}{worker.aftermath()}")
+                to_stderr(f"{in_words(error)}{news}{worker.metrics_note()}")
                 if anew:
                     self._failure = BeginAnew(delay_s)
                     self._end()
                 else:
-                    worker.mourn()
+                    worker.mark_lost()
                     self._on(Removed(number, announced=True, returns=True))
             case End(reason):
                 if reason:

@@ -60,16 +60,16 @@ class WorkerHandle(ABC):
     """The server's side of a worker's process, on this host or another.
 
     ``number``: of the worker; ``location``: its device or host, in words; ``gone``: the process
-    has ended; ``mourned``: the server knows of the loss (the process may still run); ``cause``: why
-    the parent has killed it; ``request``: its unanswered message; ``heard``: number of its
-    messages; ``counts``: its death is not part of another's.
+    has ended; ``loss_known``: to the server (the process may still run); ``cause``: why the parent
+    has killed it; ``request``: its unanswered message; ``heard``: number of its messages;
+    ``counts``: its death is not part of another's.
     """
 
     number: int
     location: str = field(default="", kw_only=True)
     result: Any = field(default=None, kw_only=True)
     gone: bool = field(default=False, kw_only=True)
-    mourned: bool = field(default=False, kw_only=True)
+    loss_known: bool = field(default=False, kw_only=True)
     cause: str = field(default="", kw_only=True)
     request: Request | None = field(default=None, kw_only=True)
     heard: int = field(default=0, kw_only=True)
@@ -87,9 +87,9 @@ class WorkerHandle(ABC):
         """The worker has ended with this result."""
         self.request, self.result = None, result
 
-    def mourn(self) -> None:
+    def mark_lost(self) -> None:
         """The server knows of the loss."""
-        self.mourned = True
+        self.loss_known = True
 
     @property
     def asked(self) -> str:
@@ -124,21 +124,21 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def kill(self, cause: str = "") -> None:
-        """Kill the process; ``cause``: for the obituary."""
+        """Kill the process; ``cause``: for the message about its end."""
 
     @abstractmethod
-    def bury(self) -> None:
+    def mark_ended(self) -> None:
         """Note that the process has ended."""
 
     def close(self) -> None:  # noqa: B027
         """Free all resources, if there are any; may be called twice."""
 
     @abstractmethod
-    def obituary(self) -> str:
+    def describe_exit(self) -> str:
         """How the process ended, if it sent no report."""
 
     @abstractmethod
-    def aftermath(self) -> str:
+    def metrics_note(self) -> str:
         """The loss that other workers cannot make good, in words."""
 
 
@@ -222,12 +222,12 @@ class WorkerProcess(WorkerHandle):
     # ---- the end --------------------------------------------------------------------------------
 
     def kill(self, cause: str = "") -> None:
-        """Kill the process; ``cause``: for the obituary."""
+        """Kill the process; ``cause``: for the message about its end."""
         self.cause = self.cause or cause
         if not self.gone:
             self.process.kill()
 
-    def bury(self) -> None:
+    def mark_ended(self) -> None:
         """Reap the process, which has ended."""
         if self._selector is not None:
             if self.channel in self._selector.get_map():  # its children may hold the socket open
@@ -250,7 +250,7 @@ class WorkerProcess(WorkerHandle):
         self.channel.close()
         self.process.close()
 
-    def obituary(self) -> str:
+    def describe_exit(self) -> str:
         """How the process ended, if it sent no report."""
         who = f"worker {self.number} (process {self.process.pid})"
         if self.cause:
@@ -261,7 +261,7 @@ class WorkerProcess(WorkerHandle):
         hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
         return f"{who} was killed by {signal.Signals(-code).name}, {self.where()}{hint}"
 
-    def aftermath(self) -> str:
+    def metrics_note(self) -> str:
         """The loss that other workers cannot make good, in words."""
         if self.heartbeat.doing != Doing.EVALUATION:
             return ""

@@ -125,7 +125,7 @@ class WorkerStart:
 
 
 def run_worker(
-    birth: WorkerStart, sock: socket.socket, body: Body, inherited: list[socket.socket]
+    start: WorkerStart, sock: socket.socket, body: Body, inherited: list[socket.socket]
 ) -> None:
     """Run ``body`` in a worker process, and report its result or exception to the parent."""
     for other in inherited:
@@ -133,13 +133,13 @@ def run_worker(
     if inherited:
         atexit._clear()  # forked: these functions are the parent's
         leave_notebook()
-    _prepare_process(birth)
+    _prepare_process(start)
     channel = Channel(sock)
-    bells = SharedBells(channel, birth.worker, birth.bells) if birth.bells else None
+    bells = SharedBells(channel, start.worker, start.bells) if start.bells else None
     try:
         heartbeat = Heartbeat(channel.take_bells())
         client = Client(
-            birth.worker, birth.n_workers, channel, birth.apart, heartbeat=heartbeat, bells=bells
+            start.worker, start.n_workers, channel, start.apart, heartbeat=heartbeat, bells=bells
         )
         client.heartbeat.tell_stacks()
         mute_children(client, channel)
@@ -183,8 +183,8 @@ def _run_exit_functions() -> None:
         atexit._run_exitfuncs()
 
 
-def _prepare_process(birth: WorkerStart) -> None:
-    die_with_parent(birth.parent_pid)
+def _prepare_process(start: WorkerStart) -> None:
+    die_with_parent(start.parent_pid)
     bind_loaders()
     # Ctrl-C reaches the whole process group, a service manager's SIGTERM often too. Only the parent
     # handles them, so that the run ends in order.
@@ -193,8 +193,8 @@ def _prepare_process(birth: WorkerStart) -> None:
         signal.signal(signum, signal.SIG_IGN)
     keep_freed_memory()
     yield_when_woken()
-    torch.set_num_threads(birth.threads)
-    threadpool_limits(birth.threads, user_api="blas")  # numpy's, of the loop of a user
+    torch.set_num_threads(start.threads)
+    threadpool_limits(start.threads, user_api="blas")  # numpy's, of the loop of a user
     torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
 
 
