@@ -103,9 +103,8 @@ class DirtyRows:
 
 
 class UpdateMaker(Enum):
-    """One choice, made once: :func:`hybridtrain.server.shared_parameters.made_store` makes it when
-    parameters are shared, in the server and in each worker alike; then each part asks
-    :attr:`Store.maker`. ``docs/architecture.md`` has the conditions.
+    """Who applies an update. :func:`hybridtrain.server.shared_parameters.made_store` chooses it
+    once per run, in the server and in each worker alike (``docs/architecture.md``: when what).
     """
 
     SERVER = "the server"

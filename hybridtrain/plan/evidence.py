@@ -21,7 +21,7 @@ import numpy as np
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import exchange_of
-from hybridtrain.policies import make_policy
+from hybridtrain.policies import Policy, make_policy
 from hybridtrain.recording.observed import MOST_EVENTS, Observed, observed_in
 from hybridtrain.recording.record_file import DROPPED, Record
 from hybridtrain.recording.record_reader import find_record, read_record
@@ -194,12 +194,12 @@ def _model(about: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": about["model"].get("_target_")} if about.get("model") else {}
 
 
-def _policy(strategy: Mapping[str, Any]) -> Any:
-    return strategy.get("policy") or "hybrid"
+def _policy(strategy: Mapping[str, Any]) -> Policy:
+    return make_policy(strategy.get("policy") or "hybrid")
 
 
 def _name(strategy: Mapping[str, Any]) -> str:
-    policy = _policy(strategy)
+    policy = strategy.get("policy") or "hybrid"
     return str(policy if isinstance(policy, str) else policy.get("name"))
 
 
@@ -208,14 +208,12 @@ def _lag(run: Run, strategy: Mapping[str, Any], seen: Observed) -> tuple[float, 
     effective, staleness = run.figure("effective_batch"), run.figure("staleness", "mean")
     if effective is not None:
         return max(1.0, effective / seen.batch_size), staleness or 0.0
-    policy = make_policy(_policy(strategy))
-    return float(policy.begin(seen.n_workers).gathers * _steps(strategy)), 0.0
+    return float(_policy(strategy).begin(seen.n_workers).gathers * _steps(strategy)), 0.0
 
 
 def _steps(strategy: Mapping[str, Any]) -> int:
     """Mini-batches of a contribution."""
-    policy = make_policy(_policy(strategy))
-    return exchange_of(policy, strategy.get("exchange")).steps
+    return exchange_of(_policy(strategy), strategy.get("exchange")).steps
 
 
 def _state_bytes(run: Run) -> int | None:

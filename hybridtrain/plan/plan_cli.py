@@ -58,7 +58,6 @@ from hybridtrain.report.charts import Series
 from hybridtrain.report.page import Part, write
 from hybridtrain.report.runs import as_json
 from hybridtrain.simulate import simulate_options as simulated
-from hybridtrain.simulate.simulate_options import strategy_spec
 from hybridtrain.training.scheme import usable_cores
 from hybridtrain.util.arguments import command, options, value_of
 from hybridtrain.util.option_types import Natural, Positive, Range, check, is_number
@@ -131,7 +130,7 @@ def parse(arguments: Sequence[str]) -> tuple[Given, Plan]:
         raise UserError("no run was given; say run=DIR, the directory of a run")
     texts = given["hosts"].split(",") if "hosts" in given else None
     layouts = None if texts is None else [layout(text, given) for text in texts]
-    strategies = list(map(strategy_spec, given.get("strategy", STRATEGIES).split(",")))
+    strategies = list(map(simulated.strategy_spec, given.get("strategy", STRATEGIES).split(",")))
     target = target_of(given["target"]) if "target" in given else None
     runs = [evidence(Path(folder)) for folder in given["run"].split(",")]
     check_alike(runs)

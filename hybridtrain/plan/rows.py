@@ -205,8 +205,7 @@ def _rank(row: PlanRow) -> tuple[float, float]:
 
 def own_spec(run: Evidence) -> StrategySpec | None:
     """The run's own strategy; ``None``: it is not known by name."""
-    given = run.seen.strategy.get("policy")
-    exchange = run.seen.strategy.get("exchange")
+    given, exchange = map(run.seen.strategy.get, ("policy", "exchange"))
     return None if given is None else StrategySpec(run.strategy, given, exchange)
 
 

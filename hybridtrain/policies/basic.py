@@ -156,7 +156,9 @@ class WholePass(Checked, WaitForAll):
 
 @dataclass
 class RoundRobin:
-    """The turn passes in the order of the workers' numbers.
+    """Workers compute one at a time, in turn. Not synchronous SGD, which is ``hybrid``.
+
+    The turn passes in the order of the workers' numbers.
 
     A worker keeps its turn until it asks for the next mini-batch after a push, so that several
     pushes of one mini-batch (several optimizers), or several mini-batches for one push

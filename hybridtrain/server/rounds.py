@@ -425,10 +425,9 @@ class Rounds:
         stepped = self._outcome.pop(worker, _NOTHING)
         tickets = tuple(self._queue.draw(worker, each) for each in (push.draws if push else ()))
         again, counted = stepped.again, stepped is not _DROPPED
-        cleared = again is not None and again.cleared
-        news, number = stepped.news, stepped.step_number
+        cleared, news = again is not None and again.cleared, stepped.news
         return worker, Released(
-            self.version, again is not None, cleared, news, number, counted, tickets
+            self.version, again is not None, cleared, news, stepped.step_number, counted, tickets
         )
 
 

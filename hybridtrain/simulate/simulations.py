@@ -125,7 +125,7 @@ def simulate(
         took_s = time.process_time() - began
     if timeline is not None:
         world.server.statistics.end_timeline(min(plan.seconds, world.next_s))
-    return _row(plan, spec, world, took_s)
+    return _row(plan, spec.label, world, took_s)
 
 
 @contextmanager
@@ -175,16 +175,14 @@ def _world(
     return world, wanted
 
 
-def _row(
-    plan: SimulationPlan, spec: StrategySpec, world: VirtualWorld, took_s: float
-) -> SimulationRow:
+def _row(plan: SimulationPlan, label: str, world: VirtualWorld, took_s: float) -> SimulationRow:
     statistics, stats = world.server.statistics, world.server.statistics.stats()
     workers = statistics.n_workers
     ideal = sum(1 / plan.times.expected_s(worker) for worker in range(workers))
     seconds = world.now_s or math.inf
     dropped = sum(stats["dropped"])
     return SimulationRow(
-        strategy=spec.label,
+        strategy=label,
         workers=workers,
         seconds=world.now_s,
         updates=stats["updates"],

@@ -62,8 +62,8 @@ from hybridtrain.protocol.messages import (
 )
 from hybridtrain.protocol.spans import Spans
 from hybridtrain.server.shared_parameters import made_store
+from hybridtrain.worker.makers import made_maker
 from hybridtrain.worker.makers.borrowed_update import SteppedOptimizers
-from hybridtrain.worker.makers.choice import made_maker
 from hybridtrain.worker.makers.in_place import AT_ONCE
 from hybridtrain.worker.makers.logged_steps import LoggedSteps
 from hybridtrain.worker.makers.maker import Maker

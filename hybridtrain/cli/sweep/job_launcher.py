@@ -194,14 +194,13 @@ class ProcessLauncher(Launcher):
         ROWS.sort(key=lambda row: row.number)
         DIRECTORY[:] = [Path(str(job.config.hydra.sweep.dir))]
 
-    def _start(self, job: Job, resources: JobResources) -> JobProcess:
-        config = job.config
+    def _start(self, job: Job, using: JobResources) -> JobProcess:
         if not self._forks():
-            return job_process.start_fresh(config, resources)
-        decide_by_configuration(config)
+            return job_process.start_fresh(job.config, using)
+        decide_by_configuration(job.config)
         import hybridtrain.cli.run  # noqa: F401  (torch and Lightning, once for all jobs)
 
-        return job_process.start_forked(self.hydra_context, self.task_function, config, resources)
+        return job_process.start_forked(self.hydra_context, self.task_function, job.config, using)
 
     def _forks(self) -> bool:
         if self.start_method != "auto":

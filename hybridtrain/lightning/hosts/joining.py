@@ -240,10 +240,7 @@ def _news(text: str) -> Iterator[None]:
 
 @contextmanager
 def reached(
-    place: HostPlace,
-    path: str | Path | None,
-    about: Mapping[str, Any],
-    patience_s: float = PATIENCE_S,
+    place: HostPlace, path: str | Path | None, about: Mapping[str, Any], wait_s: float = PATIENCE_S
 ) -> Iterator[HostConnection]:
     """On another host: the connection to host 0.
 
@@ -255,8 +252,8 @@ def reached(
         UserError: if host 0 does not come, or does not fit.
     """
     with _news(f"host {place.host} waits for host 0 at {place.address}, port {place.port}"):
-        meeting = take_key(place, path, patience_s)
-        connection = dial(meeting.address, meeting.port, meeting.key, place.host, about, patience_s)
+        meeting = take_key(place, path, wait_s)
+        connection = dial(meeting.address, meeting.port, meeting.key, place.host, about, wait_s)
     try:
         if (reason := differences(about, connection.about)) is not None:
             raise UserError(f"host 0 does not fit: {reason}")

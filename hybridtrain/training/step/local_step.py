@@ -137,9 +137,8 @@ class LocalStep(WorkerStep):
         return weight if self._group.leads else 0.0, samples
 
     def timed(self) -> list[tuple[Phase, object, str, str]]:
-        if self._group is None:
-            return []
-        return [(Phase.WAIT, self._group, "_complete_round", "mean of the host")]
+        round_ = (Phase.WAIT, self._group, "_complete_round", "mean of the host")
+        return [] if self._group is None else [round_]
 
     def _take(self, released: Released) -> None:
         self.version = released.version

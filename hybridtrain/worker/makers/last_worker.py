@@ -152,11 +152,8 @@ class LastWorkerMaker(Maker):
 
     def _step(self, weights: Sequence[float]) -> None:
         if weights != self._weights:
-            total = sum(weights)
-            self._weights = weights
-            self._contributions = [
-                Contribution(worker, weight / total) for worker, weight in enumerate(weights)
-            ]
+            self._weights, total = weights, sum(weights)
+            self._contributions = [Contribution(w, own / total) for w, own in enumerate(weights)]
         self.borrowed.step(self._contributions, self._clip)
 
 
