@@ -124,16 +124,15 @@ class HybridLauncher(Launcher):
     ) -> Any:
         """Run ``function`` in worker processes; return worker 0's result."""
         strategy = self._strategy
-        start_method = resolve_start_method(strategy.start_method)
+        method = resolve_start_method(strategy.start_method)
+        start = StartOptions(method, threads_of_a_worker(strategy, strategy.local_workers))
         check_all(strategy, trainer)
         end_with_engine()
         strategy.faults.begin(trainer, strategy.world_size)
-        snapshot = carried(trainer, start_method)
+        snapshot = carried(trainer, method)
         scratch = Scratch(apart=strategy.node_rank > 0)
         job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
-        threads = threads_of_a_worker(strategy, strategy.local_workers)
-        check_startup(strategy, start_method, threads, usable_cores(), job)
-        start = StartOptions(start_method, threads)
+        check_startup(strategy, method, start.threads, usable_cores(), job)
         try:
             if strategy.node_rank > 0:
                 results = self._relay(job, start)
@@ -178,10 +177,9 @@ class HybridLauncher(Launcher):
     def _run(self, job: _Job, judge: Judge, start: StartOptions, others: Hosts | None) -> list[Any]:
         """Train with new workers; return their results."""
         strategy, trainer = self._strategy, job.trainer
-        threads, start_method = start.threads, start.method
         in_update = usable_cores() if strategy.requirements.whole_rounds else 1
         traffic = None if others is None else others.stats
-        server = serving(strategy, trainer.state.fn == "fit", threads, in_update, traffic)
+        server = serving(strategy, trainer.state.fn == "fit", start.threads, in_update, traffic)
         interrupt_updates(server, strategy.faults)
         with profiled(trainer, server, strategy.world_size):
             own = workers_may_update(strategy) and not strategy.faults.in_updates and others is None
@@ -190,7 +188,7 @@ class HybridLauncher(Launcher):
             world = world_of(strategy, server, judge, start, device_names, own, others)
             try:
                 with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
-                    job.loggers = logger_states(trainer) if start_method == "fork" else []
+                    job.loggers = logger_states(trainer) if start.method == "fork" else []
                     return world.run(partial(_run_in_process, job), partial(_run_again, job))
             finally:
                 error = sys.exc_info()[0]

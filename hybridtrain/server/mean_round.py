@@ -22,7 +22,7 @@ from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Pushed, Release, Waiting
 from hybridtrain.protocol.messages import Average, Averaged
-from hybridtrain.updates.flat.chunks import merge, merge_mixed
+from hybridtrain.updates.mean import merge, merge_mixed
 from hybridtrain.updates.thread_pool import Pool
 
 _CHUNK = 256 * 1024  # elements: one thread is enough for less

@@ -30,8 +30,8 @@ def shared_store(shares: Mapping[int, Share], n_workers: int, requirements: Requ
                 f"{_first_difference(share.layout, other.layout)}; every worker must build the "
                 "same module (same code, same seed, same configuration)"
             )
-    averaging, own = share.averaging, share.worker_updates
-    return made_store(share.layout, n_workers, requirements, averaging, None, own)
+    own = share.worker_updates
+    return made_store(share.layout, n_workers, requirements, share.averaging, None, own)
 
 
 def _first_difference(one: Layout, other: Layout) -> str:
@@ -48,7 +48,7 @@ def _first_difference(one: Layout, other: Layout) -> str:
 def made_store(
     layout: Layout,
     n_workers: int,
-    requirements: Requirements,
+    wants: Requirements,
     averaging: bool,
     arena: Arena | None = None,
     worker_updates: bool = False,
@@ -59,7 +59,6 @@ def made_store(
     ``worker_updates``: worker and module permit updates without the server. ``here``: the workers
     of this host, if not all are. This is where the run's :class:`UpdateMaker` is chosen.
     """
-    wants = requirements
     maker = wants.maker
     if maker.borrows and not (worker_updates and not averaging and may_be_lent(layout, maker)):
         maker = UpdateMaker.SERVER

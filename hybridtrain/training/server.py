@@ -184,13 +184,12 @@ class Server(Scheme):
         """
         job = self._job(body, workers, data, how)
         _check_number(workers)
-        method = scheme.resolve_start_method(self.start_method)
         threads = scheme.threads_of_a_worker(self, workers)
+        start = StartOptions(scheme.resolve_start_method(self.start_method), threads)
         in_update = scheme.usable_cores() if self.requirements.whole_rounds else 1
         server = self._serving = scheme.serving(self, True, threads, in_update)
-        start, judge = StartOptions(method, threads), Judge(self.on_failure)
         report = _Progress(server.statistics.stats, on_progress)
-        own, ended = scheme.workers_may_update(self), False
+        judge, own, ended = Judge(self.on_failure), scheme.workers_may_update(self), False
         world = scheme.world_of(self, server, judge, start, (), own, report=report)
         try:
             results = world.run(partial(work, job))

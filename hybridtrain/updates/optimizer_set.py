@@ -26,8 +26,8 @@ from hybridtrain.protocol.messages import (
 )
 from hybridtrain.updates.base import Again, Contribution, Evaluation, StepInput, Update
 from hybridtrain.updates.factory import build_update, for_sparse
-from hybridtrain.updates.flat.chunks import merge_mixed
 from hybridtrain.updates.groups import Groups, Members, numbers_of
+from hybridtrain.updates.mean import merge_mixed
 from hybridtrain.updates.shared_state import SharedStateOptimizer
 from hybridtrain.updates.staleness.correction import LateGradients
 from hybridtrain.updates.thread_pool import Pool

@@ -20,7 +20,6 @@ from hybridtrain.updates.base import (
     Update,
     clip_factor,
 )
-from hybridtrain.updates.flat.chunks import merge_mixed
 from hybridtrain.updates.groups import (
     Groups,
     differences,
@@ -31,6 +30,7 @@ from hybridtrain.updates.groups import (
     slowed,
     steps_rows,
 )
+from hybridtrain.updates.mean import merge_mixed
 from hybridtrain.util.turn_taking import Asked, TurnTaking
 
 

@@ -14,8 +14,8 @@ from hybridtrain.protocol.events import Received
 from hybridtrain.protocol.messages import Average, Averaged, Clip, Push, Row
 from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.factory import for_sparse
-from hybridtrain.updates.flat.chunks import merge_mixed
 from hybridtrain.updates.groups import takes_sparse
+from hybridtrain.updates.mean import merge_mixed
 from hybridtrain.updates.thread_pool import Pool
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.replica import HostReplica

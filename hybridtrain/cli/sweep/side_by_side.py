@@ -151,10 +151,9 @@ class Room:
                 return None
             if running and not self._has_memory(running):
                 return None
-        cores = _first(self._cores, n_cores)
+        cores, gpus = _first(self._cores, n_cores), _first(self._gpus, n_gpus)
         job.folder.mkdir(parents=True, exist_ok=True)
-        gpus, output = _first(self._gpus, n_gpus), job.folder / OUTPUT_FILE
-        return JobResources(cores, gpus, output, job.reports)
+        return JobResources(cores, gpus, job.folder / OUTPUT_FILE, job.reports)
 
     def give_back(self, resources: JobResources) -> None:
         """The job there has ended."""

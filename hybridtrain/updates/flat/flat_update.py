@@ -42,7 +42,6 @@ from hybridtrain.updates.flat.chunks import (
     StepCountGroups,
     Undo,
     make_plan,
-    merge,
     pieces,
     present_in,
     scalar,
@@ -50,6 +49,7 @@ from hybridtrain.updates.flat.chunks import (
 )
 from hybridtrain.updates.groups import Groups, members_of, plain, slowed
 from hybridtrain.updates.kernels import Figures, Kernel, StepChunk, scalar_dtype
+from hybridtrain.updates.mean import merge
 from hybridtrain.updates.thread_pool import Pool
 
 # gradient (n,), scratch (n,) -> clipped gradient

@@ -36,7 +36,7 @@ from hybridtrain.protocol.messages import (
     Snapshot,
 )
 from hybridtrain.server.shared_parameters import made_store
-from hybridtrain.updates.flat.chunks import merge
+from hybridtrain.updates.mean import merge
 from hybridtrain.updates.optimizer_set import is_dense
 from hybridtrain.worlds.hosts.connection import HostConnection, HostLost
 from hybridtrain.worlds.hosts.orders import (

@@ -24,7 +24,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from benchmarks.jobs.loops import Timer, loop, note, noted, trainer, warm_up
 from benchmarks.jobs.models import MODELS, Trained, loader
 from hybridtrain.memory import Arena, Layout, Store
-from hybridtrain.updates.flat.chunks import merge
+from hybridtrain.updates.mean import merge
 from hybridtrain.worlds.local.parent_death import die_with_parent
 from hybridtrain.worlds.local.worker_main import keep_freed_memory
 
