@@ -52,7 +52,7 @@ from hybridtrain.plan.evidence import (
     check_target,
     evidence,
 )
-from hybridtrain.plan.rows import Layout, Plan, PlanRow
+from hybridtrain.plan.prediction import Layout, Plan, PlanRow
 from hybridtrain.report import charts, page
 from hybridtrain.report.charts import Series
 from hybridtrain.report.page import Part, write

@@ -11,7 +11,7 @@ import pytest
 
 from hybridtrain.plan import main
 from hybridtrain.plan.evidence import Target, evidence
-from hybridtrain.plan.rows import samples_to
+from hybridtrain.plan.prediction import samples_to
 from tests.report.test_advice import UPDATE_S, recorded
 
 COLUMNS = "wall_s,train_s,epoch,updates,samples,train_loss,val/loss"

@@ -1,4 +1,4 @@
-"""A row of a plan: one strategy on one layout of hosts.
+"""The rows of a plan: predict a strategy's speed on a layout of hosts, and its time to a target.
 
 Theory of operation. Speed comes from the policy's own code on recorded times (``timing``). What a
 record does not say is modelled:
