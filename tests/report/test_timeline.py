@@ -43,7 +43,7 @@ def texts(svg: ElementTree.Element) -> list[str]:
 def test_bars_sum_to_what_the_simulation_counts(strategy: str) -> None:
     plan, _ = parse([*SLOW, f"strategy={strategy}"])
     timeline = Timeline(4)
-    policy = make_policy(plan.strategies[0].given)
+    policy = make_policy(plan.strategies[0].policy)
     world = VirtualWorld(policy, 4, plan.times, timeline=timeline)
     world.run(mini_batches=24)
     stats = world.server.statistics.stats()
