@@ -282,7 +282,8 @@ class RunMonitor(pl.Callback):
     ) -> None:
         """Add what this run has counted to the total; not for a worker that will join this run."""
         strategy: Any = strategy_of(trainer)
-        if not self._total or not trainer.is_global_zero or getattr(strategy, "reports_progress", False):
+        leaves = getattr(strategy, "reports_progress", False)
+        if not self._total or not trainer.is_global_zero or leaves:
             return
         counts = getattr(strategy, "saved_counts", None)
         counted = self._counted(trainer) if counts is None else counts()

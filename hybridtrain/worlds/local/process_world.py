@@ -263,9 +263,8 @@ class ProcessWorld:
     def _covered(self, worker: int) -> int:
         """Mini-batches that the worker has processed without the server."""
         store = self.server.store
-        return (
-            0 if store is None or store.step_counts is None else store.step_counts.covered(worker)
-        )
+        counts = None if store is None else store.step_counts
+        return 0 if counts is None else counts.covered(worker)
 
     def _free(self, pid: int, for_s: float) -> None:
         """Kill a stopped process (SIGSTOP) that has held the update lock for so long.
