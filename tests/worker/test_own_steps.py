@@ -34,7 +34,7 @@ def made_steps(n_workers: int) -> MadeSteps:
 
 
 def counting(worker: int, made: MadeSteps) -> InPlaceMaker:
-    store: Any = SimpleNamespace(made=made, private_parameters=False)
+    store: Any = SimpleNamespace(step_counts=made, private_parameters=False)
     return InPlaceMaker(worker, store)
 
 
