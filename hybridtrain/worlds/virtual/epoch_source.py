@@ -48,7 +48,7 @@ class IdleOptimizers(Optimizers):
     def members(self, worker: int, push: Push) -> Members:
         return ()
 
-    def hear(self, worker: int, number: int, changes: Changes) -> None:
+    def apply_changes(self, worker: int, number: int, changes: Changes) -> None:
         """Ignore changes of hyper-parameters."""
 
     def hold(self, worker: int, push: Push) -> bool:
