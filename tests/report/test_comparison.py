@@ -168,7 +168,7 @@ def test_fifty_runs_share_the_colours_of_what_they_have_in_common(tmp_path: Path
     legend = re.findall(r'<ul class="legend">(.*?)</ul>', text)[0]
     assert re.findall(r"<span>(.*?)</span>", legend) == ["strategy=hybrid", "strategy=async"]
     assert "There are too many runs for bars; the table has their figures." in seen.texts
-    assert "hybrid (0)" not in seen.texts and "seed=24 async" in seen.texts
+    assert "hybrid (0)" not in seen.texts and "49: seed=24 async" in seen.texts
     assert len(text) < 1_500_000
     assert seen.tags.count("tr") == 1 + 50 + 1 + 50, "results and settings, a row for each run"
 

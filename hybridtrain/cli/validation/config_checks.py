@@ -269,7 +269,7 @@ def _check_together(given: Mapping[str, Any]) -> None:
             "be disturbed on purpose; use one whose parameters live in host memory "
             "(strategy=hybrid, async, backup ...)"
         )
-    if devices == "auto" or strategy.get("_target_") != STRATEGY:
+    if not isinstance(devices, int | list) or strategy.get("_target_") != STRATEGY:
         return
     n_devices = len(devices) if isinstance(devices, list) else devices
     n_workers = n_devices * strategy.get("workers_per_device", 1)

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from threadpoolctl import threadpool_limits
 
 from hybridtrain.monitoring.hang_detector import Doing, Heartbeat
 from hybridtrain.protocol.messages import Stopped
@@ -194,6 +193,8 @@ def _prepare_process(start: WorkerStart) -> None:
     keep_freed_memory()
     yield_when_woken()
     torch.set_num_threads(start.threads)
+    from threadpoolctl import threadpool_limits  # costs every import of the package otherwise
+
     threadpool_limits(start.threads, user_api="blas")  # numpy's, of the loop of a user
     torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
 
