@@ -262,6 +262,7 @@ def test_two_trials_at_once_and_an_interrupt_ends_both(zygote: Zygote, command: 
         (["optimizer.lrr=interval(0.1,1)"], "optimizer.lrr: there is no key 'lrr' in optimizer"),
         (["strategy=choice(hybrid,hybird)"], "there is no strategy 'hybird'"),
         ([LR, "task.metric=null"], "a search needs a metric"),
+        ([LR, "task.metric=test/acc", "test=false"], "task.metric=test/acc is a metric of the"),
         ([LR, "hydra.sweeper.sampler=grid"], "is an interval of real numbers"),
         ([LR, "hydra.sweeper.sampler=tee"], "hydra.sweeper.sampler"),
         ([LR, "hydra.sweeper.storage=nothing://x"], "hydra.sweeper.storage=nothing://x: the study"),

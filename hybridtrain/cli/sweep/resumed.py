@@ -129,6 +129,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
                 f"resume={directory}: this sweep had other options: {', '.join(other[:5])}; leave "
                 "them out to go on as it was"
             )
+        _check_length(typed, known)
         if former.finished and typed.keys().isdisjoint(_LENGTHS):
             raise UserError(f"resume={directory}: all jobs of this sweep have finished")
         claim(directory, f"resume={directory}", "end that sweep first, or wait")
@@ -148,6 +149,16 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         release(directory)
     print(f"resume=auto: no unfinished sweep of these jobs in {root}; a new one begins", flush=True)
     return list(typed.values())
+
+
+def _check_length(typed: dict[str, str], known: dict[str, str]) -> None:
+    """Raises UserError if the sweep is to be shorter than it was."""
+    for key in _LENGTHS:
+        now, before = (x.get(key, "").partition("=")[2] for x in (typed, known))
+        if now.isdecimal() and before.isdecimal() and int(now) < int(before):
+            raise UserError(
+                f"{typed[key]}: this sweep has {known[key]}, and can only be made longer"
+            )
 
 
 def _choosing(options: dict[str, str]) -> dict[str, str]:

@@ -142,6 +142,12 @@ class OptunaSweeper(JobSweeper):
                 "task.metric=null: a search needs a metric that the module logs; name it with "
                 "task.metric=…, and its direction with hydra.sweeper.direction"
             )
+        task = job.config.task
+        if str(task.metric).startswith("test/") and not job.config.test:
+            raise UserError(
+                f"test=false was given, and task.metric={task.metric} is a metric of the test; "
+                f"give task.metric={task.monitor}, or leave test=false out"
+            )
         return job
 
     def _study(self, directory: Path, direction: Any) -> optuna.Study:
