@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,8 +15,8 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange
 from hybridtrain.updates.named import NamedUpdate
-from hybridtrain.util.files import open_input, reason_of, write_whole
-from hybridtrain.util.option_types import EACH, Count, misfit
+from hybridtrain.util.files import fault_of, open_input, reason_of, seal, write_whole
+from hybridtrain.util.option_types import EACH, Count, misfit, shown
 
 _CONTENT = {
     **dict.fromkeys(("updates", "epochs"), Count),
@@ -43,8 +45,12 @@ class SavedRun:
         Raises:
             UserError: if it cannot be written.
         """
+        from torch.utils.serialization import config
+
         content = io.BytesIO()
-        torch.save(asdict(self), content)
+        with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
+            torch.save(asdict(self), content)
+        seal(content)
         try:
             write_whole(Path(path), content.getbuffer())
         except OSError as error:
@@ -52,15 +58,29 @@ class SavedRun:
 
     @classmethod
     def read(
-        cls, path: str | Path, model: Mapping[str, torch.Tensor], made_by: Mapping[str, str]
+        cls,
+        path: str | Path,
+        model: Mapping[str, torch.Tensor],
+        made_by: Mapping[str, str],
+        fresh: Mapping[str, Mapping[str, Any]] | None,
     ) -> SavedRun:
         """Read the file of a run of such a model, with states of such a kind.
+
+        Args:
+            path: of the file.
+            model: its parameters are of these types and shapes.
+            made_by: must be the same in the file.
+            fresh: states after a first update, by parameter, of these kinds; ``None``: not known.
 
         Raises:
             UserError: if it cannot be read, or is none.
         """
         with open_input(path, "the saved run") as file:
+            if (fault := fault_of(Path(path).expanduser())) is not None:
+                raise UserError(f"{path} is damaged, or no file of server.save: {fault}")
             try:
+                sealed = bool(zipfile.ZipFile(file).comment)
+                file.seek(0)
                 content = torch.load(file, map_location="cpu", weights_only=True)
             except Exception:  # readers of damaged files raise whatever they stumble over
                 raise UserError(f"{path} is damaged, or no file of server.save") from None
@@ -79,7 +99,49 @@ class SavedRun:
                 f"{path} was saved with {_listed(saved.made_by, other)}, and this server has "
                 f"{_listed(made_by, other)}; make the server with what the file was saved with"
             )
+        if (fault := saved._fault(fresh, sealed)) is not None:
+            raise UserError(f"{path} was changed or is damaged: {fault}")
         return saved
+
+    def _fault(self, fresh: Mapping[str, Mapping[str, Any]] | None, sealed: bool) -> str | None:
+        """What no run can have written. Parameters without gradients have no state.
+
+        A file that is not ``sealed`` was not written by :meth:`write`, and must have every state.
+        """
+        if odd := [name for name, value in self.parameters.items() if not _is_plain(value)]:
+            return f"{odd[0]} is no dense tensor in host memory"
+        for name, state in self.optimizer.items():
+            if name not in self.parameters:
+                return f"it has an optimizer state of {shown(name)}, which is no parameter"
+            wanted = state if fresh is None else fresh.get(name, {})
+            if wrong := sorted(map(str, state.keys() ^ wanted.keys())):
+                has = "has" if wrong[0] in state else "lacks"
+                return f"the optimizer state of {name} {has} {shown(wrong[0])}"
+            for key, value in state.items():
+                if (found := _kind(value)) != (kind := _kind(wanted[key])):
+                    return f"{key} of {name} is {found}, and must be {kind}"
+                if not _is_plain(value):
+                    return f"{key} of {name} is no dense tensor in host memory"
+                if not _is_finite(value):
+                    return f"{key} of {name} is not finite"
+        needed = [name for name, state in (fresh or {}).items() if state]
+        lacking = [name for name in needed if name not in self.optimizer]
+        if lacking and not sealed and self.updates:
+            return f"the optimizer state of {lacking[0]} is missing"
+        return None
+
+
+def states_after_a_step(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]
+) -> dict[str, dict[str, Any]] | None:
+    """The states of a new optimizer of parameters without content; ``None``: it needs more."""
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    except Exception:  # it needs a closure, sparse gradients or numbers
+        return None
+    return {name: dict(optimizer.state.get(each, {})) for name, each in named.items()}
 
 
 def made_by(
@@ -91,8 +153,27 @@ def made_by(
 
 
 def _kinds(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: f"{p.dtype} of shape {tuple(p.shape)}" for name, p in parameters.items()}
+    return {name: _kind(p) for name, p in parameters.items()}
+
+
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+
+
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return True
+    if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized:
+        return False
+    return all(n < 2 or step for n, step in zip(value.shape, value.stride(), strict=True))
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return bool(value.isfinite().all())
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _listed(kinds: Mapping[str, str], wanted: list[str]) -> str:
-    return ", ".join(f"{kind} {kinds.get(kind)}" for kind in wanted)
+    return ", ".join(f"{kind} {shown(kinds.get(kind))}" for kind in wanted)

@@ -30,7 +30,7 @@ from hybridtrain.server import server as inner
 from hybridtrain.training import scheme
 from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
-from hybridtrain.training.saved_run import SavedRun, made_by
+from hybridtrain.training.saved_run import SavedRun, made_by, states_after_a_step
 from hybridtrain.training.scheme import Scheme, StartOptions
 from hybridtrain.training.worker import Epochs, HowToGoThrough, Job, MakeOptimizer, Worker, work
 from hybridtrain.updates.groups import needs_closure
@@ -150,7 +150,7 @@ class Server(Scheme):
         Raises:
             UserError: if it cannot be read, or is of another model, optimizer, exchange or update.
         """
-        past = SavedRun.read(path, self._model.values, self._made_by())
+        past = SavedRun.read(path, self._model.values, self._made_by(), self._fresh_states())
         self._model.check_finite(past.parameters, str(path))
         self._past = past
         self._model.take(self._past.parameters)
@@ -320,6 +320,20 @@ class Server(Scheme):
     def _made_by(self) -> dict[str, str]:
         parameters = [each for _, each in self._model.named if each.requires_grad]
         return made_by(self._make(parameters), self.update, self.exchange)
+
+    def _fresh_states(self) -> dict[str, dict[str, Any]] | None:
+        """Of the optimizer of the masters, after an update; ``None``: not known."""
+        named = {
+            name: torch.nn.Parameter(torch.empty_like(each, device="meta"))
+            for name, each in self._model.named
+            if each.requires_grad
+        }
+        try:
+            optimizer = self._make(list(named.values()))
+            own = scheme.required(self).own_state
+            return states_after_a_step(self.update.beside(optimizer, own), named)
+        except Exception:  # of a function that does more with parameters than to take them
+            return None
 
     def _masters(self, server: inner.Server) -> dict[str, torch.Tensor]:
         """By name; none before parameters have been shared."""

@@ -603,3 +603,68 @@ def test_a_saved_run_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     server.save(tmp_path / "run.pt")
     with pytest.raises(UserError, match=r"run.pt: parameter w has 1 of 4 elements"):
         Server(weights(), optimizer=SGD).load(tmp_path / "run.pt")
+
+
+def _saved_adam(path: Path) -> dict[str, Any]:
+    server = Server(weights(), "async", optimizer={"name": "adam", "lr": 0.1})
+    server.simulate(descend, data=len(X), batch_size=30)
+    server.save(path)
+    return dict(torch.load(path, weights_only=True))
+
+
+def _load_adam(path: Path) -> None:
+    Server(weights(), "async", optimizer={"name": "adam", "lr": 0.1}).load(path)
+
+
+def test_a_flipped_bit_of_a_saved_run_is_found(tmp_path: Path) -> None:
+    content = _saved_adam(path := tmp_path / "run.pt")
+    _load_adam(path)
+    whole = path.read_bytes()
+    for tensor in (content["parameters"]["w"], content["optimizer"]["w"]["exp_avg_sq"]):
+        flipped = bytearray(whole)
+        flipped[whole.index(tensor.numpy().tobytes()) + 2] ^= 0x20
+        path.write_bytes(flipped)
+        with pytest.raises(UserError, match=r"is damaged, .*the checksum of its .* is wrong"):
+            _load_adam(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("exp_avg", torch.zeros(7), r"exp_avg of w is torch.float32 of shape \(7,\), and must be"),
+        ("exp_avg", torch.zeros(4, dtype=torch.complex64), "exp_avg of w is torch.complex64 of"),
+        ("exp_avg", None, "exp_avg of w is NoneType"),
+        ("exp_avg", torch.zeros(4, device="meta"), "exp_avg of w is no dense tensor in host"),
+        ("exp_avg", torch.zeros(4).to_sparse(), "exp_avg of w is no dense tensor in host"),
+        ("exp_avg", torch.zeros(1).expand(4), "exp_avg of w is no dense tensor in host"),
+        ("exp_avg", torch.full((4,), torch.nan), "exp_avg of w is not finite"),
+        ("step", "three", "step of w is str"),
+        ("other", 1.0, "the optimizer state of w has 'other'"),
+    ],
+)
+def test_a_state_that_is_not_the_optimizers_is_refused(
+    key: str, value: Any, said: str, tmp_path: Path
+) -> None:
+    content = _saved_adam(path := tmp_path / "run.pt")
+    content["optimizer"]["w"][key] = value
+    torch.save(content, path)
+    with pytest.raises(UserError, match=f"run.pt was changed or is damaged: {said}"):
+        _load_adam(path)
+
+
+def test_a_state_that_is_missing_is_refused(tmp_path: Path) -> None:
+    content = _saved_adam(path := tmp_path / "run.pt")
+    states = content["optimizer"]
+    del (rest := dict(states["w"]))["exp_avg_sq"]
+    for found, said in (
+        ({}, "the optimizer state of w is missing"),
+        ({"b": states["b"]}, "the optimizer state of w is missing"),
+        (states | {"w": rest}, "the optimizer state of w lacks 'exp_avg_sq'"),
+        (states | {"q": rest}, "state of 'q', which is no parameter"),
+    ):
+        torch.save(content | {"optimizer": found}, path)
+        with pytest.raises(UserError, match=said):
+            _load_adam(path)
+    torch.save(content | {"made_by": {"optimizer": "Adam\n" * 50}}, path)
+    with pytest.raises(UserError, match=r"Adam\\nAdam.*… \(\d+ characters\)"):
+        _load_adam(path)
