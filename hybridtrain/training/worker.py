@@ -29,7 +29,7 @@ from hybridtrain.training.step.guard import OnFault
 from hybridtrain.training.step.shared_buffers import shared
 from hybridtrain.training.step.trained_parameters import sparse_slots
 from hybridtrain.updates.named import NamedUpdate
-from hybridtrain.util.option_types import Checked, Positive, shown
+from hybridtrain.util.option_types import Checked, Positive, as_typed, shown
 from hybridtrain.worker.client import Client, StopRequested
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -138,6 +138,7 @@ class Worker:
         self._rows = 0.0  # since the last push
         self._pulled = 0  # the version at the end of the last epoch
         self._has_begun = self._has_asked = False
+        self._owes = False  # a mini-batch was taken, and its gradients are not pushed
 
     def _sampler_of(self, epochs: Epochs) -> EpochSampler:
         client, data = self._client, epochs.data
@@ -226,11 +227,14 @@ class Worker:
         Epochs are counted on from those of former runs.
 
         Raises:
-            UserError: if the run has no data.
+            UserError: if the run has no data, it is called again, or an exchange that evaluates
+                the whole loss misses the push of a mini-batch.
         """
         epochs, sampler = self._job.epochs, self._sampler
         if epochs is None or sampler is None:
             raise UserError("the body asks for mini-batches; give run(data=...) some")
+        if self._has_begun:
+            raise UserError("batches() gives all epochs; call it once")
         self._has_begun = True
         sampler_remembers = self._job.survives and self._wants.whole_rounds
         first = self._job.past.epochs
@@ -248,6 +252,7 @@ class Worker:
         for positions in BatchSampler(sampler, sampler.batch_size, drop_last=False):
             self._begin_batch(sampler)
             yield data.take(positions)
+            self._check_pushed()
             self._client.heartbeat.beat(Doing.BETWEEN)
 
     def _begin_batch(self, sampler: EpochSampler) -> None:
@@ -261,7 +266,16 @@ class Worker:
         assert portion is not None, "the sampler has planned what it has given"
         self._rows += portion.weight or 0.0
         self._n_batches += 1
+        self._owes = True
         self._client.heartbeat.beat(Doing.STEP)
+
+    def _check_pushed(self) -> None:
+        """The body is done with a mini-batch; without its loss, that of the pass is wrong."""
+        if self._wants.evaluates and self._owes:
+            raise UserError(
+                f"{self._where}: nothing was pushed, and {as_typed(self._job.exchange)} needs the "
+                "loss of all samples; call push(gradients, loss=...) once in each mini-batch"
+            )
 
     def _goes_on(self, sampler: EpochSampler, remembers: bool) -> bool:
         """All meet behind their last mini-batch; whether lost workers have left some."""
@@ -308,9 +322,10 @@ class Worker:
             Whether they count; those that come too late may not.
 
         Raises:
-            UserError: if names or shapes are not the model's, a gradient is not finite, or the loss
-                is missing.
+            UserError: if names or shapes are not the model's, a gradient is not finite, the loss
+                is missing, or an exchange that evaluates it has one of this mini-batch.
         """
+        self._check_once(gradients)
         self._take_gradients(gradients)
         (step,), covers = self._session.steps, self._client.tickets.covers
         if loss is not None or (self._wants.evaluates and gradients is not None):
@@ -323,12 +338,23 @@ class Worker:
         step() if has_some else step.skip()
         for parameter in step.parameters:
             parameter.grad = None
+        self._owes = False
         counted = self._client.counted
         if self._wants.evaluates:  # another worker's answer may have come first
             counted = len(covers) == n_covers
         if counted and self._sampler is not None:
             self._sampler.commit(self._client.version, self._session.owes)
         return counted
+
+    def _check_once(self, gradients: Any) -> None:
+        """Where an epoch is one evaluation, each of its samples counts exactly once."""
+        if self._wants.evaluates and (gradients is None or not self._owes):
+            given = "None" if gradients is None else "a second time" if self._n_batches else "early"
+            raise UserError(
+                f"{self._where}: push was called {'with ' * (gradients is None)}{given}, and "
+                f"{as_typed(self._job.exchange)} evaluates each mini-batch once; call "
+                "push(gradients, loss=...) once in each"
+            )
 
     def _take_gradients(self, gradients: Any) -> None:
         if gradients is OF_MODEL:
@@ -355,6 +381,7 @@ class Worker:
                 "the body has returned and never asked for data; go through worker.batches(), or "
                 "leave data out"
             )
+        self._check_pushed()
         self._client.settle()
         self._session.flush(ends=True)
         self._client.heartbeat.beat(Doing.ENDING)

@@ -668,3 +668,44 @@ def test_a_state_that_is_missing_is_refused(tmp_path: Path) -> None:
     torch.save(content | {"made_by": {"optimizer": "Adam\n" * 50}}, path)
     with pytest.raises(UserError, match=r"Adam\\nAdam.*… \(\d+ characters\)"):
         _load_adam(path)
+
+
+def _evaluate(worker: Worker, how: str) -> None:
+    for rows in worker.batches():
+        error = X[rows] @ worker.model["w"] - Y[rows]
+        gradients, loss = {"w": X[rows].T @ error / len(rows)}, float((error**2).mean() / 2)
+        if worker.number == 1:
+            if how == "skip":
+                continue
+            if how == "leave":
+                return
+            if how == "none":
+                worker.push(None)
+            if how == "twice":
+                worker.push(gradients, loss=loss)
+        worker.push(gradients, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("skip", "worker 1, epoch 0, mini-batch 1: nothing was pushed"),
+        ("leave", "worker 1, epoch 0, mini-batch 1: nothing was pushed"),
+        ("none", "mini-batch 1: push was called with None"),
+        ("twice", "mini-batch 1: push was called a second time"),
+    ],
+)
+def test_an_evaluation_takes_each_mini_batch_once(how: str, said: str) -> None:
+    server = Server({"w": np.zeros(4, "f4")}, "sandblaster", update="lbfgs")
+    with pytest.raises(UserError, match=said):
+        server.simulate(partial(_evaluate, how=how), workers=2, data=len(X), batch_size=10)
+
+
+def test_batches_are_asked_for_once() -> None:
+    def body(worker: Worker) -> None:
+        for _ in range(2):
+            descend(worker)
+
+    for strategy in ("hybrid", "async"):
+        with pytest.raises(UserError, match="gives all epochs; call it once"):
+            Server(weights(), strategy, optimizer=SGD).simulate(body, data=len(X))
