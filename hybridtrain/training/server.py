@@ -42,6 +42,7 @@ from hybridtrain.util.option_types import (
     check,
     check_names,
     checked_choice,
+    hint,
     hints,
     name_of,
     shown,
@@ -274,6 +275,7 @@ class Server(Scheme):
     def _job(self, body: Body, workers: int, data: Any, how: HowToGoThrough) -> Job:
         """Check all arguments, and pack them for the workers."""
         check("workers", workers, Positive)
+        _check_options(how)
         if not callable(body):
             raise UserError(f"body={shown(body)} was given; give a function of a worker")
         self._n_workers = workers
@@ -455,6 +457,18 @@ def _made_by(
             "Optimizer that takes one gradient a step"
         )
     return made
+
+
+def _check_options(how: Mapping[str, Any]) -> None:
+    """Raises ``UserError`` if a run has no such option."""
+    known = [*hints(HowToGoThrough), "workers", "data", "on_progress"]
+    for name in how:
+        if name in (*hints(SchemeArguments), "strategy", "policy", "optimizer"):
+            raise UserError(f"run has no option {name}; give it to Server(...)")
+        if name not in known:
+            raise UserError(
+                f"run has no option {name}{hint(name, known)}; it has {', '.join(known)}"
+            )
 
 
 def _unknown(name: str, options: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ import io
 import os
 import stat
 import struct
+import sys
 import time
 import zipfile
 import zlib
@@ -51,6 +52,13 @@ def short(path: str | Path) -> str:
     """The path as seen from the working directory, where it lies below it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def flush_output() -> None:
+    """Flush what was printed. A stream is ``None`` where a process began with it closed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:

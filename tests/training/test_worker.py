@@ -22,6 +22,7 @@ import hybridtrain
 from hybridtrain import Server, Worker
 from hybridtrain.errors import UserError
 from hybridtrain.training.data import Data
+from hybridtrain.worlds.local import worker_main
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 
@@ -527,6 +528,14 @@ def test_data_keep_their_form() -> None:
         (lambda: Server(X, optimizer=SGD, devices=2), "devices was given"),
         (lambda: Server(X, optimizer=SGD, keep_order=True), "keep_order was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, workers=0), "workers=0 was given"),
+        (
+            lambda: Server(X, optimizer=SGD).run(descend, data=X, batchsize=3),  # type: ignore[call-arg]
+            r"run has no option batchsize \(did you mean batch_size\?\)",
+        ),
+        (
+            lambda: Server(X, optimizer=SGD).run(descend, data=X, record="r"),  # type: ignore[call-arg]
+            r"run has no option record; give it to Server\(...\)",
+        ),
         (lambda: Server(X, optimizer=SGD).run(None), "body=None was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=[]), "has no samples"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=3.5), "data=3.5 was given"),
@@ -709,3 +718,11 @@ def test_batches_are_asked_for_once() -> None:
     for strategy in ("hybrid", "async"):
         with pytest.raises(UserError, match="gives all epochs; call it once"):
             Server(weights(), strategy, optimizer=SGD).simulate(body, data=len(X))
+
+
+def test_a_process_without_standard_streams_flushes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    worker_main.flush_output()

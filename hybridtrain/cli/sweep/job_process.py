@@ -28,6 +28,7 @@ from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interru
 from hybridtrain.cli.hydra_config import overrides_of
 from hybridtrain.cli.quiet import hush
 from hybridtrain.util.anonymous_files import anonymous_descriptor
+from hybridtrain.util.files import flush_output
 from hybridtrain.worlds.local.signals import ending_signals
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
@@ -87,8 +88,7 @@ def start_forked(
     result = _result_file()
     arguments = (result.fileno(), os.getpid(), context, task, config, resources)
     child = multiprocessing.get_context("fork").Process(target=_forked_main, args=arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())  # ours are not the child's
     try:
         with _on_cores(resources.cores):
@@ -120,14 +120,14 @@ def _forked_main(
     os.environ.update(_environment(resources))
     if resources.output is not None:
         with resources.output.open("ab") as file:
-            for fd in {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}:
+            for fd in {1, 2, *(x.fileno() for x in (sys.stdout, sys.stderr) if x is not None)}:
                 os.dup2(file.fileno(), fd)
     hush()
     overrides = overrides_of(config.hydra)
     sys.argv = [sys.argv[0], *overrides]
     outcome = guarded(lambda: _hydra_job(context, task, config), overrides)
     release_all()
-    sys.stdout.flush()
+    flush_output()
     _leave(outcome, result)
     sys.exit(outcome.exit)
 

@@ -20,6 +20,7 @@ import torch
 from hybridtrain.monitoring.hang_detector import Doing, Heartbeat
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.util.anonymous_files import stop_sharing_maps
+from hybridtrain.util.files import flush_output
 from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed, SharedBells
 from hybridtrain.worlds.local.cpu_scheduling import yield_when_woken
@@ -75,8 +76,7 @@ def _end(_: FrameType, event: str, what: Any) -> NoReturn:
     else:
         status = 1
         print(_CANNOT_TRAIN, file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    flush_output()
     os._exit(status)
 
 
@@ -148,7 +148,7 @@ def run_worker(
         if outcome is not None:
             _report(channel, outcome)
     except ChannelClosed:
-        sys.stderr.flush()
+        flush_output()
         os._exit(1)  # the parent is gone
     finally:
         channel.close()
@@ -166,8 +166,7 @@ def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped | None:
 
 
 def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     try:
         channel.send(outcome)
     except ChannelClosed:
