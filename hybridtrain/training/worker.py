@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.monitoring.hang_detector import Doing
+from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.recording.run_description import data_teller
 from hybridtrain.training.data import Data
 from hybridtrain.training.model import Model
@@ -80,6 +81,16 @@ class Job:
     survives: bool = False
 
 
+@dataclass
+class Taken:
+    """What a body has taken of its data; ``all``: it went through ``batches()`` to the end."""
+
+    samples: float = 0.0
+    batches: int = 0
+    pushes: int = 0
+    all: bool = False
+
+
 class _Session(WorkerSession):
     """The session of a body.
 
@@ -138,6 +149,7 @@ class Worker:
         self._rows = 0.0  # since the last push
         self._pulled = 0  # the version at the end of the last epoch
         self._has_begun = self._has_asked = False
+        self._taken = Taken()
         self._owes = False  # a mini-batch was taken, and its gradients are not pushed
 
     def _sampler_of(self, epochs: Epochs) -> EpochSampler:
@@ -246,6 +258,7 @@ class Worker:
                 yield from self._pass(epochs.data, sampler)
             self._end_epoch(sampler)
             self._n_epochs = self.epoch + 1
+        self._taken.all = True
 
     def _pass(self, data: Data, sampler: EpochSampler) -> Iterator[Any]:
         """This worker's part of an epoch, or of what lost workers have left of it."""
@@ -265,6 +278,8 @@ class Worker:
         portion = sampler.next_portion()
         assert portion is not None, "the sampler has planned what it has given"
         self._rows += portion.weight or 0.0
+        self._taken.samples += portion.weight or 0.0
+        self._taken.batches += 1
         self._n_batches += 1
         self._owes = True
         self._client.heartbeat.beat(Doing.STEP)
@@ -339,6 +354,7 @@ class Worker:
         for parameter in step.parameters:
             parameter.grad = None
         self._owes = False
+        self._taken.pushes += 1
         counted = self._client.counted
         if self._wants.evaluates:  # another worker's answer may have come first
             counted = len(covers) == n_covers
@@ -385,7 +401,10 @@ class Worker:
         self._client.settle()
         self._session.flush(ends=True)
         self._client.heartbeat.beat(Doing.ENDING)
-        self._client.gather("the end of the body", None)
+        taken = self._client.gather("the end of the body", self._taken)
+        epochs, says = self._job.epochs, self._client.is_leader and not self._client.gone
+        if says and epochs is not None and (fault := _left_undone(epochs, taken)) is not None:
+            to_stderr(fault)
         self._session.close()
 
 
@@ -398,6 +417,18 @@ class _Arrays(dict[str, Any]):
                 f"worker.model[{name!r}] was given another array, which no worker would see; write "
                 f"into the one that is there: worker.model[{name!r}][...] = ..."
             )
+
+
+def _left_undone(epochs: Epochs, taken: Sequence[Taken]) -> str | None:
+    """A warning, if the bodies of all workers have left samples out, or pushed nothing."""
+    wanted = epochs.data.length * epochs.epochs
+    rest = wanted - round(sum(each.samples for each in taken))
+    if rest > 0 and not epochs.drop_last and not all(each.all for each in taken):
+        return f"the bodies returned with {rest} of {wanted} samples not done"
+    batches = sum(each.batches for each in taken)
+    if batches and not any(each.pushes for each in taken):
+        return f"no push in {batches} mini-batches: the model is as it was"
+    return None
 
 
 def _loss(given: Any, where: str) -> torch.Tensor:

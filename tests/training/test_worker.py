@@ -726,3 +726,27 @@ def test_a_process_without_standard_streams_flushes_nothing(
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     worker_main.flush_output()
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+def test_samples_that_the_bodies_leave_out_are_said(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(worker: Worker) -> None:
+        for n, _ in enumerate(worker.batches()):
+            worker.push({"w": np.ones(4, "f4")})
+            if n == 1:
+                return
+
+    def no_push(worker: Worker) -> None:
+        assert sum(len(rows) for rows in worker.batches())
+
+    n = 20 if strategy == "hybrid" else 18  # which halves the last ones
+    for body, said in (
+        (leave, "hybridtrain: the bodies returned with 140 of 180 samples not done\n"),
+        (no_push, f"hybridtrain: no push in {n} mini-batches: the model is as it was\n"),
+        (descend, ""),
+    ):
+        server = Server(weights(), strategy, optimizer=SGD)
+        server.simulate(body, workers=2, data=len(X), batch_size=10, epochs=2)
+        assert capsys.readouterr().err == said
