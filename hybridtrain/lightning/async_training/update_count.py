@@ -42,6 +42,15 @@ def last_version(trainer: Any) -> int | None:
     return None if exact else int(trainer.max_steps)
 
 
+def lift_dev_run_limit(trainer: Any) -> None:
+    """Let ``limit_train_batches`` alone bound ``fast_dev_run``: N mini-batches of each worker.
+
+    Lightning also sets ``max_steps=N``, which free-running workers reach before the epoch ends.
+    """
+    if trainer.fast_dev_run:
+        vars(trainer.fit_loop.epoch_loop).update(max_steps=-1)  # Lightning's own
+
+
 def step_schedulers(trainer: pl.Trainer, before: int, now: int, most: float) -> None:
     """Step the schedulers with ``interval=step`` for the updates from ``before`` to ``now``.
 

@@ -395,7 +395,7 @@ def check_threads(n_workers: int, threads: int, cores: int, chosen_here: bool) -
         advice = f"give threads_per_worker={cores // n_workers}, or auto"
     rank_zero_warn(
         f"{n_workers} workers with {threads} thread{'s' * (threads > 1)} each share {cores} "
-        f"core{'s' * (cores > 1)}, and wait for one another: {advice}"
+        f"core{'s' * (cores > 1)}, so they wait for cores: {advice}"
     )
 
 

@@ -95,14 +95,24 @@ def test_as_many_mini_batches_count_as_the_limit_allows(name: str, workers: int,
     training = DataLoader(torch.arange(N), SIZE, shuffle=True)
     trainer.fit(module, training, DataLoader(torch.arange(4), 2))
     whole = workers * LIMIT * options["max_epochs"]
-    if way == "dev run":  # which also is a limit of updates
+    if way == "dev run" and strategy.requirements.whole_rounds:  # also a limit of updates
         assert ends.ended.sum() <= whole
         return
     assert strategy.run_stats()["samples"] == whole * SIZE
     # The first of two accumulated mini-batches has ended before the second is dropped.
     assert ends.ended.sum() == whole or (name in DROPPING and way == "accumulating")
-    assert ends.validated[:workers].tolist() == [EPOCHS] * workers
+    assert ends.validated[:workers].tolist() == [options["max_epochs"]] * workers
     assert trainer.callback_metrics["seen"] == 4
+
+
+@pytest.mark.few(2)
+def test_a_dev_run_of_free_running_workers_validates() -> None:
+    """Each worker has as many mini-batches as ``fast_dev_run`` says."""
+    ends, strategy = Ends(), strategies.make("async", 2)
+    trainer = make_trainer(strategy, 2, callbacks=[ends], fast_dev_run=3)
+    trainer.fit(Module(), DataLoader(torch.arange(N), SIZE), DataLoader(torch.arange(4), 2))
+    assert ends.ended[:2].tolist() == [3, 3]
+    assert ends.validated[:2].tolist() == [1, 1]
 
 
 class StopsInTheMiddle(pl.Callback):

@@ -130,7 +130,8 @@ def test_more_threads_than_cores_are_warned_of() -> None:
     check = machine_checks.check_threads
     assert told(check, 2, 2, 4, True) == told(check, 1, 8, 8, False) == ""
     assert "give threads_per_worker=2, or auto" in told(check, 2, 4, 4, False)
-    assert "8 workers with 1 thread each share 2 cores" in told(check, 8, 1, 2, True)
+    warned = told(check, 8, 1, 2, True)
+    assert "8 workers with 1 thread each share 2 cores, so they wait for cores: 2" in warned
 
 
 def test_a_limit_of_descriptors_is_raised_as_far_as_it_may_be() -> None:
