@@ -370,8 +370,14 @@ class Client:
         return reply.version, saved
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`hybridtrain.server.run_statistics.RunStatistics.stats`."""
-        return self._ask(ReadStats(), Stats)[0].values
+        """See :meth:`hybridtrain.server.run_statistics.RunStatistics.stats`.
+
+        Nothing is sent beside the request, which depends on clocks and is not recorded: a message
+        that came with it would be at another place in a replay.
+        """
+        self.settle()
+        self.line.send(ReadStats())
+        return self._answer(Stats)[0].values
 
     def gather(self, tag: str, item: Any, **kind: bool) -> list[Any]:
         """Exchange items with all workers; returns them in the order of the workers.

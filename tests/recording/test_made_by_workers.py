@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from itertools import product
@@ -57,6 +58,25 @@ def test_they_are_replayed_to_the_bit(tmp_path: Path, policy: str, case: str) ->
     pushes, stats = record.of_kind("Push"), record.told["end"]["stats"]
     late = 4 * sum(stats["dropped"])  # what comes after the last update
     assert pushes["samples"].sum() == stats["samples"] + late
+
+
+class ReadsStats(pl.Callback):
+    """In the recorded run only, as a logger that goes by the clock may."""
+
+    def __init__(self) -> None:
+        self.here = os.getpid()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if os.getpid() != self.here:
+            trainer.strategy.run_stats()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_when_statistics_are_read_does_not_matter(tmp_path: Path, policy: str) -> None:
+    run = run_of(tmp_path, policy, **CASES["schedule"], callbacks=[ReadsStats()])
+    record = run.record()
+    check_equal(run, record)
+    assert share_made(record) > 0.5
 
 
 @pytest.mark.few(1)
