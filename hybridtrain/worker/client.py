@@ -370,13 +370,9 @@ class Client:
         return reply.version, saved
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`hybridtrain.server.run_statistics.RunStatistics.stats`.
-
-        Nothing is sent beside the request, which depends on clocks and is not recorded: a message
-        that came with it would be at another place in a replay.
-        """
+        """See :meth:`hybridtrain.server.run_statistics.RunStatistics.stats`."""
         self.settle()
-        self.line.send(ReadStats())
+        self.line.send(ReadStats())  # alone: when it is sent depends on clocks, and is not recorded
         return self._answer(Stats)[0].values
 
     def gather(self, tag: str, item: Any, **kind: bool) -> list[Any]:

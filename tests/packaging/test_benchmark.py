@@ -170,6 +170,10 @@ def test_what_does_not_fit_into_memory_is_left_out_with_its_size(
         peers.optional("numba_of_old.more")
 
 
+def test_an_exchange_without_a_network_is_timed() -> None:
+    assert 0 < exchange.hybrid(1000, 2, 0.01) < 60
+
+
 def test_every_part_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(PARTS)

@@ -25,7 +25,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.limits import available_bytes
 from hybridtrain.policies import make_policy
-from hybridtrain.protocol.messages import GradientPush, Install
+from hybridtrain.protocol.messages import GradientPush, Install, Share
 from hybridtrain.server.server import Server
 from hybridtrain.updates.serialize import dump
 from hybridtrain.worker.client import Client
@@ -58,7 +58,7 @@ def hybrid(parameters: int, workers: int, seconds: float) -> float:
 
 def _push(parameters: int, seconds: float, client: Client) -> float:
     layout = Layout.of([("w", torch.empty(parameters, device="meta"))])
-    store = Store(layout, client.n_workers, False, client.share(layout))
+    store = Store(layout, client.n_workers, False, client.map(Share(layout)))
     (slot,) = layout.slots
     store.gradient(client.worker, slot).normal_()
     client.gather("rows", None)
