@@ -12,9 +12,9 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import as_typed
 
-# What a worker computes with. "read": the masters, or a copy that every release renews, as the
-# policy allows. "shared": the masters, which it writes to. "own": memory of its own, which its own
-# optimizer moves.
+# Parameters that a worker computes with. "read": the masters, or a copy that every release renews,
+# as the policy allows. "shared": the masters, which it writes to. "own": memory of its own, which
+# its own optimizer moves.
 Parameters = Literal["read", "shared", "own"]
 RESIDUALS = "residuals"  # in an exchange's state: what compression has left out so far
 OWN = (RESIDUALS, "samples", "sums")  # in it, too, and nothing that another worker could go on with
@@ -22,7 +22,7 @@ OWN = (RESIDUALS, "samples", "sums")  # in it, too, and nothing that another wor
 
 @runtime_checkable
 class Exchange(Protocol):
-    """What workers hand over, and what they compute with.
+    """Content of the workers' pushes, and the parameters that workers compute with.
 
     With ``parameters = "own"`` workers step parameters of their own: :class:`LocalExchange`. Where
     they hand over every step's gradient (``"read"``) or write to the masters (``"shared"``), no
@@ -57,7 +57,7 @@ class Exchange(Protocol):
 
 @runtime_checkable
 class LocalExchange(Exchange, Protocol):
-    """What a worker with parameters of its own (``"own"``) does at the steps of one optimizer.
+    """Steps of one optimizer in a worker with parameters of its own (``"own"``).
 
     Each worker has a copy for each optimizer, which remembers what it needs. One that cannot do
     with any number of parameters may have ``check_tensors(n_tensors)``, which raises

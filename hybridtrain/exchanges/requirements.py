@@ -27,7 +27,7 @@ class Inside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What the rest of the system may rely on, and has to provide. Records have these names.
+    """Properties of a run that server, workers and data loading follow. Records have these names.
 
     ``parameters``: workers compute with the ``"masters"``, which they only read; with a ``"copy"``
     that every release renews; with their ``"own"``, which their own optimizers move; or with

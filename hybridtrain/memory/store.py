@@ -103,8 +103,10 @@ class DirtyRows:
 
 
 class UpdateMaker(Enum):
-    """Who applies an update. :func:`hybridtrain.server.shared_parameters.made_store` chooses it
-    once per run, in the server and in each worker alike (``docs/architecture.md``: when what).
+    """The process that applies an update.
+
+    :func:`hybridtrain.server.shared_parameters.made_store` chooses it once per run, in the server
+    and in each worker alike; ``docs/architecture.md`` says which one when.
     """
 
     SERVER = "the server"

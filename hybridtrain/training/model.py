@@ -188,7 +188,7 @@ def _arrays(given: Any) -> dict[str, Any]:
 
 
 def _from_numpy(what: str, given: Any) -> torch.Tensor:
-    """A tensor of the array, which torch has not for each type, order of bytes or mask."""
+    """The array as a tensor; raises ``UserError`` for masks, and types that torch does not have."""
     if isinstance(given, np.ma.MaskedArray):
         raise UserError(f"{what} is a masked array, and a mask has no meaning here; use .filled(0)")
     try:
