@@ -28,6 +28,7 @@ from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
     answer_for_all_workers,
 )
+from hybridtrain.lightning.async_training.update_count import lift_dev_run_limit
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
@@ -203,6 +204,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         self._absence = Absence(trainer, client, self._loaders, self.requirements)
         self.expected_updates = self._trained_updates = None
         if not self.requirements.whole_rounds:
+            if client.n_workers > 1:
+                lift_dev_run_limit(trainer)
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
             answer_for_all_workers()
         self.trainer_callbacks = list(trainer.callbacks)

@@ -34,7 +34,6 @@ from torchmetrics import Metric
 
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
-from hybridtrain.lightning.async_training.update_count import lift_dev_run_limit
 from hybridtrain.lightning.hooks.loop_hooks import (
     fetched_batches,
     forget_batch,
@@ -90,8 +89,6 @@ class Absence:
         self._trainer: Any = trainer
         self._client, self._loaders = client, loaders
         self._requirements, self._whole_rounds = requirements, requirements.whole_rounds
-        if client.n_workers > 1 and not self._whole_rounds:
-            lift_dev_run_limit(trainer)
         self._session: Session | None = None
         self.stopping = Stopping(trainer, client, requirements.whole_rounds)
         self.uncounted: Uncounted | None = None  # where a contribution may not count
