@@ -75,17 +75,7 @@ class SavedRun:
         Raises:
             UserError: if it cannot be read, or is none.
         """
-        with open_input(path, "the saved run") as file:
-            if (fault := fault_of(Path(path).expanduser())) is not None:
-                raise UserError(f"{path} is damaged, or no file of server.save: {fault}")
-            try:
-                sealed = bool(zipfile.ZipFile(file).comment)
-                file.seek(0)
-                content = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception:  # readers of damaged files raise whatever they stumble over
-                raise UserError(f"{path} is damaged, or no file of server.save") from None
-        if (fault := misfit(content, _CONTENT, "the content")) is not None:
-            raise UserError(f"{path} is damaged, or no file of server.save: {fault}")
+        content = _content_of(path)
         saved = cls(**{name: content[name] for name in _CONTENT})
         if (found := _kinds(saved.parameters)) != (wanted := _kinds(model)):
             wrong = sorted(n for n in found | wanted if found.get(n) != wanted.get(n))
@@ -99,15 +89,12 @@ class SavedRun:
                 f"{path} was saved with {_listed(saved.made_by, other)}, and this server has "
                 f"{_listed(made_by, other)}; make the server with what the file was saved with"
             )
-        if (fault := saved._fault(fresh, sealed)) is not None:
-            raise UserError(f"{path} was changed or is damaged: {fault}")
+        if (fault := saved._fault(fresh)) is not None:
+            raise UserError(f"{path} was changed, or is of another optimizer: {fault}")
         return saved
 
-    def _fault(self, fresh: Mapping[str, Mapping[str, Any]] | None, sealed: bool) -> str | None:
-        """What no run can have written. Parameters without gradients have no state.
-
-        A file that is not ``sealed`` was not written by :meth:`write`, and must have every state.
-        """
+    def _fault(self, fresh: Mapping[str, Mapping[str, Any]] | None) -> str | None:
+        """A content that this optimizer cannot have. Parameters without gradients have no state."""
         if odd := [name for name, value in self.parameters.items() if not _is_plain(value)]:
             return f"{odd[0]} is no dense tensor in host memory"
         for name, state in self.optimizer.items():
@@ -124,11 +111,25 @@ class SavedRun:
                     return f"{key} of {name} is no dense tensor in host memory"
                 if not _is_finite(value):
                     return f"{key} of {name} is not finite"
-        needed = [name for name, state in (fresh or {}).items() if state]
-        lacking = [name for name in needed if name not in self.optimizer]
-        if lacking and not sealed and self.updates:
-            return f"the optimizer state of {lacking[0]} is missing"
         return None
+
+
+def _content_of(path: str | Path) -> dict[str, Any]:
+    """The content of a file that :meth:`SavedRun.write` has written. Raises ``UserError``."""
+    refused = f"{path} is damaged, or no file of server.save"
+    with open_input(path, "the saved run") as file:
+        if (fault := fault_of(Path(path).expanduser())) is not None:
+            raise UserError(f"{refused}: {fault}")
+        if not zipfile.ZipFile(file).comment:  # what others have left out cannot be seen
+            raise UserError(f"{refused}: it has no seal")
+        file.seek(0)
+        try:
+            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception:  # readers of damaged files raise whatever they stumble over
+            raise UserError(refused) from None
+    if (fault := misfit(content, _CONTENT, "the content")) is not None:
+        raise UserError(f"{refused}: {fault}")
+    return content
 
 
 def states_after_a_step(

@@ -42,7 +42,6 @@ from hybridtrain.util.option_types import (
     check,
     check_names,
     checked_choice,
-    hint,
     hints,
     name_of,
     shown,
@@ -465,10 +464,7 @@ def _check_options(how: Mapping[str, Any]) -> None:
     for name in how:
         if name in (*hints(SchemeArguments), "strategy", "policy", "optimizer"):
             raise UserError(f"run has no option {name}; give it to Server(...)")
-        if name not in known:
-            raise UserError(
-                f"run has no option {name}{hint(name, known)}; it has {', '.join(known)}"
-            )
+    check_names("run: ", how, known)
 
 
 def _unknown(name: str, options: Mapping[str, Any]) -> str:

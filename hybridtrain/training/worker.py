@@ -83,7 +83,7 @@ class Job:
 
 @dataclass
 class Taken:
-    """What a body has taken of its data; ``all``: it went through ``batches()`` to the end."""
+    """Data that a body has taken; ``all``: it went through ``batches()`` to the end."""
 
     samples: float = 0.0
     batches: int = 0
@@ -150,7 +150,6 @@ class Worker:
         self._pulled = 0  # the version at the end of the last epoch
         self._has_begun = self._has_asked = False
         self._taken = Taken()
-        self._owes = False  # a mini-batch was taken, and its gradients are not pushed
 
     def _sampler_of(self, epochs: Epochs) -> EpochSampler:
         client, data = self._client, epochs.data
@@ -281,12 +280,11 @@ class Worker:
         self._taken.samples += portion.weight or 0.0
         self._taken.batches += 1
         self._n_batches += 1
-        self._owes = True
         self._client.heartbeat.beat(Doing.STEP)
 
     def _check_pushed(self) -> None:
         """The body is done with a mini-batch; without its loss, that of the pass is wrong."""
-        if self._wants.evaluates and self._owes:
+        if self._wants.evaluates and self._rows:
             raise UserError(
                 f"{self._where}: nothing was pushed, and {as_typed(self._job.exchange)} needs the "
                 "loss of all samples; call push(gradients, loss=...) once in each mini-batch"
@@ -346,14 +344,14 @@ class Worker:
         if loss is not None or (self._wants.evaluates and gradients is not None):
             step.watch(_loss(loss, self._where))
         n_covers = len(covers)
-        rows, self._rows = samples or self._rows, 0.0
+        rows = samples or self._rows
         if rows or self._sampler is None:
             self._session.begin_samples(rows or 1.0)
         has_some = any(parameter.grad is not None for parameter in step.parameters)
         step() if has_some else step.skip()
         for parameter in step.parameters:
             parameter.grad = None
-        self._owes = False
+        self._rows = 0.0
         self._taken.pushes += 1
         counted = self._client.counted
         if self._wants.evaluates:  # another worker's answer may have come first
@@ -364,7 +362,7 @@ class Worker:
 
     def _check_once(self, gradients: Any) -> None:
         """Where an epoch is one evaluation, each of its samples counts exactly once."""
-        if self._wants.evaluates and (gradients is None or not self._owes):
+        if self._wants.evaluates and (gradients is None or not self._rows):
             given = "None" if gradients is None else "a second time" if self._n_batches else "early"
             raise UserError(
                 f"{self._where}: push was called {'with ' * (gradients is None)}{given}, and "

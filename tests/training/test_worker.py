@@ -22,7 +22,8 @@ import hybridtrain
 from hybridtrain import Server, Worker
 from hybridtrain.errors import UserError
 from hybridtrain.training.data import Data
-from hybridtrain.worlds.local import worker_main
+from hybridtrain.training.saved_run import SavedRun
+from hybridtrain.util.files import flush_output
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 
@@ -406,7 +407,7 @@ def test_a_saved_file_with_other_content_is_refused(fault: str, tmp_path: Path) 
     server = Server({"w": np.zeros(3, np.float32)}, optimizer=SGD)
     server.save(tmp_path / "run.pt")
     content = torch.load(tmp_path / "run.pt", weights_only=True)
-    torch.save(content | FAULTS[fault], tmp_path / "run.pt")
+    SavedRun(**content | FAULTS[fault]).write(tmp_path / "run.pt")
     with pytest.raises(UserError, match=re.escape(fault)):
         server.load(tmp_path / "run.pt")
 
@@ -530,7 +531,7 @@ def test_data_keep_their_form() -> None:
         (lambda: Server(X, optimizer=SGD).run(descend, workers=0), "workers=0 was given"),
         (
             lambda: Server(X, optimizer=SGD).run(descend, data=X, batchsize=3),  # type: ignore[call-arg]
-            r"run has no option batchsize \(did you mean batch_size\?\)",
+            r"run: batchsize was given \(did you mean batch_size\?\)",
         ),
         (
             lambda: Server(X, optimizer=SGD).run(descend, data=X, record="r"),  # type: ignore[call-arg]
@@ -656,25 +657,30 @@ def test_a_state_that_is_not_the_optimizers_is_refused(
 ) -> None:
     content = _saved_adam(path := tmp_path / "run.pt")
     content["optimizer"]["w"][key] = value
-    torch.save(content, path)
-    with pytest.raises(UserError, match=f"run.pt was changed or is damaged: {said}"):
+    SavedRun(**content).write(path)
+    with pytest.raises(UserError, match=f"run.pt was changed, or is of another optimizer: {said}"):
         _load_adam(path)
 
 
-def test_a_state_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_others_have_written_is_refused(tmp_path: Path) -> None:
+    content = _saved_adam(path := tmp_path / "run.pt")
+    torch.save(content | {"optimizer": {}}, path)
+    with pytest.raises(UserError, match=r"run.pt is .* no file of server.save: it has no seal"):
+        _load_adam(path)
+
+
+def test_a_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     content = _saved_adam(path := tmp_path / "run.pt")
     states = content["optimizer"]
     del (rest := dict(states["w"]))["exp_avg_sq"]
     for found, said in (
-        ({}, "the optimizer state of w is missing"),
-        ({"b": states["b"]}, "the optimizer state of w is missing"),
         (states | {"w": rest}, "the optimizer state of w lacks 'exp_avg_sq'"),
         (states | {"q": rest}, "state of 'q', which is no parameter"),
     ):
-        torch.save(content | {"optimizer": found}, path)
+        SavedRun(**content | {"optimizer": found}).write(path)
         with pytest.raises(UserError, match=said):
             _load_adam(path)
-    torch.save(content | {"made_by": {"optimizer": "Adam\n" * 50}}, path)
+    SavedRun(**content | {"made_by": {"optimizer": "Adam\n" * 50}}).write(path)
     with pytest.raises(UserError, match=r"Adam\\nAdam.*… \(\d+ characters\)"):
         _load_adam(path)
 
@@ -725,7 +731,7 @@ def test_a_process_without_standard_streams_flushes_nothing(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    worker_main.flush_output()
+    flush_output()
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
