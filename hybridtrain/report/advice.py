@@ -19,6 +19,7 @@ from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import exchange_of
+from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.exchanges.gradient import Gradient
 from hybridtrain.policies import make_policy
 from hybridtrain.policies.registry import POLICIES
@@ -122,14 +123,15 @@ def advise(run: Path, stats: Mapping[str, Any], most_per_s: float = math.inf) ->
 
 
 def _policy(strategy: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The run's policy by name; ``None`` if it has none, or workers do not hand over gradients."""
+    """The policy by name; ``None`` if there is none, or workers hand over no plain gradients."""
     given = strategy.get("policy")
     spec = {"name": given} if isinstance(given, str) else dict(given or {})
     plain = all(x is None or isinstance(x, str | float | int) for x in spec.values())
     if spec.get("name") not in POLICIES or not plain:
         return None
     exchange = exchange_of(make_policy(spec), strategy.get("exchange"))
-    return spec if isinstance(exchange, Gradient) else None
+    plain = isinstance(exchange, Gradient) and codec_of(exchange) is None
+    return spec if plain else None
 
 
 def _samples_per_s(seen: Observed, policy: Any, update: NamedUpdate | None) -> float:

@@ -110,6 +110,8 @@ def test_with_two_workers_the_slow_one_is_not_given_up(tmp_path: Path) -> None:
         ({"policy": "async"}, {}),  # in virtual time it is faster than the record says
         ({"policy": {"_target_": "my.Policy"}}, {}),
         ({"exchange": {"name": "movement", "every": 8}}, {}),
+        ({"exchange": "sign_sgd"}, {}),  # the advised strategy's row would replace it
+        ({"exchange": {"name": "gradient", "compress": "int8"}}, {}),
         ({"epoch": 1}, {}),  # all meet in every step, so no policy helps
     ],
 )
