@@ -81,7 +81,8 @@ class UpdateCount:
         self._trainer, self._client, self._before = trainer, client, client.version
         around(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.update)
         self._automatic = trainer.lightning_module.automatic_optimization
-        self._own = context_of(trainer).requirements.schedules_own_steps
+        wants = context_of(trainer).requirements
+        self._own, self._evaluates = wants.schedules_own_steps, wants.evaluates
         self._steps = scheduled_steps(trainer)
         # With manual optimization Lightning counts mini-batches, of any number of steps.
         self._numbers_rows = self._automatic or client.n_workers > 1
@@ -96,7 +97,7 @@ class UpdateCount:
         """Count up to ``version``, which is that of this worker's parameters."""
         set_global_step(self._trainer, version)
         self._client.reach(version)
-        if not self._counted:  # the row of the step has this number, too
+        if not self._counted and not self._evaluates:  # the row of the step has this number, too
             self._made = max(self._made, version)
         self._catch_up()
         self._number_rows()

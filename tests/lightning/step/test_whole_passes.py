@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import time
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy, Server, Worker
@@ -150,6 +152,18 @@ def test_what_is_validated_is_the_accepted_point() -> None:
 
 
 # ---- backups ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", by_default([1, 2], 1))
+def test_each_update_has_a_row_with_a_validation_and_without(workers: int, tmp_path: Path) -> None:
+    rows = []
+    for validate in (False, True):
+        logger = CSVLogger(tmp_path, "", str(validate))
+        options = {"logger": logger, "log_every_n_steps": 1, "validate": validate}
+        trained(workers, 12, 4, **options)
+        table = csv.DictReader((tmp_path / str(validate) / "metrics.csv").open())
+        rows.append([row["step"] for row in table if row.get("train/loss")])
+    assert rows == [["0", "1", "2"]] * 2  # each update but the last
 
 
 class Stalls(Regression):
