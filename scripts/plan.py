@@ -67,6 +67,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[str(case) for case in CASES])
     parser.add_argument("--tolerance", type=float, default=0.05, help="of a tie (default 0.05)")
     given = parser.parse_args()
+    if given.runs is not None:
+        given.runs.mkdir(parents=True, exist_ok=True)
     print("| case | strategy | planned | measured | off | ranking |")
     print("| --- | --- | --- | --- | --- | --- |")
     right, misses = 0, list[float]()

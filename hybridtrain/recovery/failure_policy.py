@@ -34,8 +34,8 @@ class OnFailure:
 
     @property
     def changes(self) -> bool:
-        """Whether the workers that share an epoch or an evaluation may change."""
-        return self.choice == "continue" or self.joins
+        """Whether the workers that share an evaluation may change."""
+        return self.choice != "stop" or self.joins
 
     @property
     def tells(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,8 @@ class _Session(WorkerSession):
 class Worker:
     """The argument of a body: gives it the model and mini-batches, and takes its gradients.
 
-    :meth:`hybridtrain.Server.run` makes one in each process.
+    :meth:`hybridtrain.Server.run` makes one in each process. It belongs to the thread that uses it
+    first; other threads of the body are refused.
     """
 
     def __init__(self, client: Client, job: Job) -> None:
@@ -150,6 +152,7 @@ class Worker:
         self._pulled = 0  # the version at the end of the last epoch
         self._has_begun = self._has_asked = False
         self._taken = Taken()
+        self._thread: int | None = None
 
     def _sampler_of(self, epochs: Epochs) -> EpochSampler:
         client, data = self._client, epochs.data
@@ -193,6 +196,7 @@ class Worker:
 
     def pull(self) -> int:
         """Bring :attr:`model` up to date; returns its version."""
+        self._check_thread()
         self._pulled = self._session.pull()
         return self.version
 
@@ -210,6 +214,7 @@ class Worker:
         Raises:
             UserError: if it cannot be written.
         """
+        self._check_thread()
         self._client.settle()
         replica, own = self._session.replica, self._session.has_own_parameters
         if own:
@@ -224,11 +229,23 @@ class Worker:
 
     def stats(self) -> dict[str, Any]:
         """Updates, samples, waiting, staleness of the run so far; see ``Server.stats``."""
+        self._check_thread()
         return self._client.stats()
 
     def gather(self, item: Any, tag: str = "items") -> list[Any]:
         """Wait for all workers; returns the item of each, in their order."""
+        self._check_thread()
         return self._client.gather(f"of the body: {tag}", item)
+
+    def _check_thread(self) -> None:
+        """A mini-batch and its push, a question and its answer follow each other in one thread."""
+        me = threading.get_ident()
+        self._thread = self._thread or me
+        if me != self._thread:
+            raise UserError(
+                f"{self._where}: a second thread of the body uses the worker; take mini-batches, "
+                "push and ask from one thread, and give the others their data"
+            )
 
     # ---- mini-batches ---------------------------------------------------------------------------
 
@@ -268,6 +285,7 @@ class Worker:
             self._client.heartbeat.beat(Doing.BETWEEN)
 
     def _begin_batch(self, sampler: EpochSampler) -> None:
+        self._check_thread()
         self._client.check_stop()
         self._session.put_back()
         if self._wants.takes_turns or (self._wants.asks and not self._has_asked):
@@ -336,8 +354,10 @@ class Worker:
 
         Raises:
             UserError: if names or shapes are not the model's, a gradient is not finite, the loss
-                is missing, or an exchange that evaluates it has one of this mini-batch.
+                is missing, an exchange that evaluates it has one of this mini-batch, or another
+                thread uses this worker.
         """
+        self._check_thread()
         self._check_once(gradients)
         self._take_gradients(gradients)
         (step,), covers = self._session.steps, self._client.tickets.covers

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -724,6 +725,35 @@ def test_batches_are_asked_for_once() -> None:
     for strategy in ("hybrid", "async"):
         with pytest.raises(UserError, match="gives all epochs; call it once"):
             Server(weights(), strategy, optimizer=SGD).simulate(body, data=len(X))
+
+
+def in_a_thread(call: Any) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+@pytest.mark.parametrize("name", ["push", "pull", "stats", "gather", "batches"])
+def test_a_second_thread_of_a_body_is_refused(name: str) -> None:
+    """Two that push at once would take each other's mini-batch, or answer."""
+
+    def body(worker: Worker) -> None:
+        batches = worker.batches()
+        rows = next(batches)
+        worker.push({"w": np.ones(4, "f4")})
+        calls = {"push": partial(worker.push, {}), "batches": partial(next, batches)}
+        calls["gather"] = partial(worker.gather, rows)
+        in_a_thread(calls.get(name) or getattr(worker, name))
+
+    with pytest.raises(
+        UserError, match="mini-batch 1: a second thread of the body uses the worker"
+    ):
+        Server(weights(), "async", optimizer=SGD).simulate(body, data=len(X))
+
+
+def test_a_body_may_train_in_a_thread_of_its_own() -> None:
+    server = Server(weights(), "hybrid", optimizer=SGD)
+    seen = server.run(lambda worker: in_a_thread(partial(descend, worker)), data=len(X))
+    assert sorted(row for rows in seen for row in rows) == list(range(len(X)))
 
 
 def test_a_process_without_standard_streams_flushes_nothing(

@@ -19,6 +19,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import CSVLogger
 
+from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.data.loaders import Loaders
@@ -58,13 +59,22 @@ def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
 
 
 def advance(checkpoint: dict[str, Any], steps: int, trainer: pl.Trainer) -> None:
-    """Count ``steps`` more steps of the epoch as done."""
+    """Count ``steps`` more steps of the epoch as done.
+
+    Raises:
+        UserError: if the epoch has not so many, so that samples would count twice.
+    """
     if steps <= 0:
         return
-    ours = checkpoint[KEY]
+    ours, every = checkpoint[KEY], int(trainer.accumulate_grad_batches)
     (loader,) = ours["loaders"]
-    left = total(loader["spans"])
-    batches = min(steps * int(trainer.accumulate_grad_batches), -(-left // loader["whole"]))
+    left = -(-total(loader["spans"]) // loader["whole"])
+    if steps > -(-left // every):
+        raise UserError(
+            f"the only known state of training is {steps} updates old, and of an earlier epoch; "
+            "continue from the last checkpoint"
+        )
+    batches = min(steps * every, left)
     ours["batches"] += batches
     add_to_saved_logged_step(checkpoint["loops"]["fit_loop"], steps)
     loader["batches"] += batches
@@ -112,7 +122,7 @@ class RejoinState:
 
     def fetch(self) -> None:
         """Before a mini-batch: write the RNG states, and once an epoch send the state."""
-        client, epoch = self._client, self._trainer.current_epoch
+        client = self._client
         if self._back is not None:
             self._back.begin(self._pages)
             self._back = None
@@ -120,9 +130,13 @@ class RejoinState:
             self._begun, self._generators = client.version, look()
             if self._pages is not None:
                 self._pages.begin(client.worker, client.version, self._generators)
-        samplers = self._loaders.samplers
+        self._send_once_an_epoch()
+
+    def _send_once_an_epoch(self) -> None:
+        """In case all workers are lost at once."""
+        client, epoch, samplers = self._client, self._trainer.current_epoch, self._loaders.samplers
         if client.is_leader and self._kept_in != epoch and has_begun(self._trainer, samplers):
-            self._kept_in = epoch  # once an epoch, in case all workers are lost at once
+            self._kept_in = epoch
             known = can_be_advanced(self._trainer, samplers)
             client.note(Progress(None, self.tell() if known else b""))
 
@@ -132,7 +146,12 @@ class RejoinState:
             self._client.note(Progress(None, self.tell()))
 
     def push(self) -> None:
-        """Before a push: write the RNG states."""
+        """Before a push: write the RNG states.
+
+        The state is sent before the epoch's first push: once that update is made, the state of the
+        epoch before can no longer be advanced.
+        """
+        self._send_once_an_epoch()
         assert self._pages is not None, "it listens only with pages"
         self._pages.push(self._client.worker, self._client.version, self._breaks, look())
 

@@ -98,7 +98,7 @@ class UnevenEvaluation:
             set_evaluation_batches(self._loop, self._shown)
 
     def _sharing(self) -> tuple[int, ...]:
-        """The workers that share the samples; all agree on them if workers may be lost for good."""
+        """The workers that share the samples; all agree on them if workers may be lost."""
         client, on_failure = self._client, context_of(self._trainer).on_failure
         alone = not client.has_stepped and client.away >= {*client.there} - {client.worker}
         if alone and self._runs:
@@ -119,8 +119,6 @@ class UnevenEvaluation:
         self._runs = True
         result = proceed()
         self._runs = False
-        if self._shared == (self._client.worker,) != self._client.there:
-            self._loop.setup_data()  # in the next one the others are back
         if self._client.n_workers > 1 and self._loop.max_batches:  # else no worker has any
             rests = self._roll is None
             roll = self._rest() if rests else self._roll

@@ -91,6 +91,38 @@ def test_wherever_it_happens(
     assert {path.name for path in tmp_path.iterdir()} >= {f"{worker}-0" for worker in range(n)}
 
 
+class AllKilledAfterFirstUpdate(pl.Callback):
+    """All have pushed an epoch's first mini-batch, and none has fetched the next: all are killed.
+
+    The states that workers sent in the epoch before cannot be advanced to here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        mark = self.folder / str(trainer.global_rank)
+        if trainer.current_epoch == 1 and not mark.exists():
+            mark.touch()
+            time.sleep(1.0)  # the update is made
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_all_after_first_update(folder: Path, strategy: HybridStrategy) -> None:
+    trainer = make_trainer(
+        strategy, 3, max_epochs=EPOCHS, callbacks=[AllKilledAfterFirstUpdate(folder)]
+    )
+    trainer.fit(Regression(), DataLoader(regression_data(N), SIZE, shuffle=True))
+    assert len(list(folder.iterdir())) == 3
+    assert strategy.run_stats()["samples"] == N * EPOCHS
+
+
+def test_no_first_mini_batch_of_an_epoch_counts_twice(tmp_path: Path) -> None:
+    strategy = HybridStrategy("hybrid", on_failure="restart", max_restarts=None)
+    lose_all_after_first_update(tmp_path, strategy)
+    assert strategy.run_stats()["updates"] == N * EPOCHS // (3 * SIZE)
+
+
 class SlowestFirst(Regression):
     """Near the end of the first epoch all are killed, first worker 0, which has made one step."""
 

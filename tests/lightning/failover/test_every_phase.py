@@ -33,6 +33,7 @@ PHASES = {
     "behind the update": ("on_train_batch_end", 4),
     "validation": ("validation_step", 1),
     "second epoch": ("on_train_epoch_start", 1),
+    "behind its first update": ("on_train_batch_end", 6),
     "last validation": ("on_validation_start", 1),
     "last epoch's end": ("on_train_epoch_end", 1),
     "end": ("on_train_end", 0),
@@ -80,6 +81,23 @@ class Lost(pl.Callback):
         self.left -= 1
 
 
+class Seen(pl.Callback):
+    """Writes down how many samples each validation is of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "seen"
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            with self.path.open("a") as file:
+                file.write(f"{int(trainer.callback_metrics['seen'])}\n")
+
+    def check(self, phase: str) -> None:
+        """All samples, where no worker was lost in the middle of one."""
+        seen = [int(line) for line in self.path.read_text().split()]
+        assert set(seen) == {N} or "validation" in phase, seen
+
+
 def lose(
     folder: Path,
     strategy: Any,
@@ -93,14 +111,15 @@ def lose(
     trained = module()
     lost = Lost(trained, phase, kind, folder, **rest)
     chosen = HybridStrategy(strategy, on_failure=choice)
-    files = ModelCheckpoint(folder / "checkpoints", save_top_k=1)
-    callbacks, options = [lost, files], {"enable_checkpointing": True, "max_epochs": EPOCHS}
+    files, seen = ModelCheckpoint(folder / "checkpoints", save_top_k=1), Seen(folder)
+    callbacks, options = [lost, files, seen], {"enable_checkpointing": True, "max_epochs": EPOCHS}
     trainer = make_trainer(chosen, 2, callbacks=callbacks, **options)
     load = partial(DataLoader, torch.arange(N), SIZE)
     trainer.fit(trained, load(shuffle=True), load())
     assert list(folder.glob("[0-9]")), "nobody was lost"
     assert trainer.current_epoch == EPOCHS
     counts_are(trained, chosen, EPOCHS)
+    seen.check(phase)
     return trainer
 
 
