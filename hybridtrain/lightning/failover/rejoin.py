@@ -25,7 +25,11 @@ from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import become_leader
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
-from hybridtrain.lightning.hooks.loop_hooks import add_to_saved_logged_step
+from hybridtrain.lightning.hooks.loop_hooks import (
+    add_to_saved_logged_step,
+    reload_epochs,
+    set_reload_epochs,
+)
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
@@ -171,6 +175,7 @@ class RejoinState:
             "generators": self._generators or look(),
             "breaks": self._breaks,
             "loggers": loggers,
+            "reload_epochs": list(reload_epochs(trainer)),
             "should_stop": trainer.should_stop,
             "checkpoints": [standing_of(each, module) for each in checkpoints_of(trainer)],
             "unsaved": {k: v for k, v in module.named_buffers() if k not in state},
@@ -225,7 +230,11 @@ class Rejoin:
             give_state(callback, trainer.lightning_module, state)
 
     def catch_up(self) -> None:
-        """Bring counters and schedulers to the current version, before training begins."""
+        """Bring counters and schedulers to the current version, before training begins.
+
+        Loaders are made again when those of the others are, with whom it meets there.
+        """
+        set_reload_epochs(self._trainer, *self._ours["reload_epochs"])
         if self._trainer.is_global_zero:
             become_leader(self._trainer)
         if context_of(self._trainer).requirements.whole_rounds:

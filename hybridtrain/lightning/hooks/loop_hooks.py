@@ -178,6 +178,19 @@ def set_evaluation_batches(loop: Any, batches: Any) -> None:
     loop._max_batches = batches
 
 
+def reload_epochs(trainer: Any) -> tuple[float, float]:
+    """The epochs in which the loaders for training and for validation were last made."""
+    loop = trainer.fit_loop
+    return loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+
+
+def set_reload_epochs(trainer: Any, training: float, validation: float) -> None:
+    """Set them: ``reload_dataloaders_every_n_epochs`` counts from there."""
+    loop = trainer.fit_loop
+    loop._last_train_dl_reload_epoch = training
+    loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
+
+
 def combination_of(combined: Any) -> str:
     """The ``mode`` of a ``CombinedLoader``."""
     return combined._mode

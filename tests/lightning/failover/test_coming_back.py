@@ -38,9 +38,11 @@ class Killed(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(policy: str, on_failure: str, *callbacks: pl.Callback, module: Any = None) -> Any:
+def run(
+    policy: str, on_failure: str, *callbacks: pl.Callback, module: Any = None, **options: Any
+) -> Any:
     strategy = HybridStrategy(policy, on_failure=on_failure)
-    trainer = make_trainer(strategy, 3, max_epochs=EPOCHS, callbacks=list(callbacks))
+    trainer = make_trainer(strategy, 3, max_epochs=EPOCHS, callbacks=list(callbacks), **options)
     data = regression_data(N)
     trainer.fit(module or Regression(), DataLoader(data, SIZE, shuffle=True), DataLoader(data, N))
     return trainer
@@ -72,6 +74,18 @@ def test_a_clock_is_looked_at_though_the_worker_that_has_it_is_away(
     clock = Timer({"minutes": 5}, interval="epoch")  # worker 0's is everybody's
     trainer = run(policy, on_failure, Killed(tmp_path, 0, 3), clock)
     assert trainer.current_epoch == EPOCHS
+    assert trainer.strategy.run_stats()["samples"] == N * EPOCHS
+
+
+@pytest.mark.parametrize("every", by_default([1, 2], 1))
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async", "softsync"], "hybrid"))
+def test_who_comes_back_makes_loaders_again_when_the_others_do(
+    tmp_path: Path, policy: str, every: int
+) -> None:
+    """All meet there."""
+    killed = Killed(tmp_path, 1, 5)
+    trainer = run(policy, "restart", killed, reload_dataloaders_every_n_epochs=every)
+    assert killed.mark.exists() and trainer.current_epoch == EPOCHS
     assert trainer.strategy.run_stats()["samples"] == N * EPOCHS
 
 
