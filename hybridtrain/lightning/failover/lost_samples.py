@@ -130,9 +130,20 @@ class LostSampleRedistribution:
         self._position.change_lengths()
         self._position.on(EpochEvent.IS_CONTINUED)
         loop.batch_progress.is_last_batch = False
+        self._forget_gradients()
         remeasure(self._trainer)
         iter(fetcher)
         fetcher.fetched += loop.batch_progress.current.ready
+
+    def _forget_gradients(self) -> None:
+        """The last step may have ended a smaller group of accumulated mini-batches.
+
+        Lightning zeroes gradients by the number of the mini-batch, and the next number may be in
+        the middle of a group.
+        """
+        if self._trainer.lightning_module.automatic_optimization:
+            for optimizer in self._trainer.optimizers:
+                optimizer.zero_grad()
 
     def _complain(self, left: list[Spans]) -> None:
         if self._is_at_end and self._client.is_leader:

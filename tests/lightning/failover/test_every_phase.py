@@ -105,6 +105,7 @@ def lose(
     phase: str,
     kind: str = "kill",
     module: Any = Counting,
+    accumulate: int = 1,
     **rest: Any,
 ) -> pl.Trainer:
     pl.seed_everything(1, verbose=False)
@@ -112,8 +113,9 @@ def lose(
     lost = Lost(trained, phase, kind, folder, **rest)
     chosen = HybridStrategy(strategy, on_failure=choice)
     files, seen = ModelCheckpoint(folder / "checkpoints", save_top_k=1), Seen(folder)
-    callbacks, options = [lost, files, seen], {"enable_checkpointing": True, "max_epochs": EPOCHS}
-    trainer = make_trainer(chosen, 2, callbacks=callbacks, **options)
+    options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": EPOCHS}
+    options["accumulate_grad_batches"] = accumulate
+    trainer = make_trainer(chosen, 2, callbacks=[lost, files, seen], **options)
     load = partial(DataLoader, torch.arange(N), SIZE)
     trainer.fit(trained, load(shuffle=True), load())
     assert list(folder.glob("[0-9]")), "nobody was lost"
@@ -163,6 +165,26 @@ def test_so_it_does_where_hooks_look_at_the_mean(
     tmp_path: Path, strategy: Any, choice: str, phase: str
 ) -> None:
     lose(tmp_path, strategy, choice, phase, module=Looking)
+
+
+ACCUMULATED = [
+    (strategy, choice, phase, accumulate)
+    for strategy in STRATEGIES
+    for choice in ("restart", "continue")
+    for phase in ("forward", "behind the update", "behind its first update")
+    for accumulate in (2, 4)
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("strategy", "choice", "phase", "accumulate"), but_slow(ACCUMULATED, lambda case, n: n % 29 > 0)
+)
+def test_so_it_does_where_mini_batches_are_accumulated(
+    tmp_path: Path, strategy: str, choice: str, phase: str, accumulate: int
+) -> None:
+    """Others process what the lost worker leaves, behind a last group that was smaller."""
+    lose(tmp_path, strategy, choice, phase, accumulate=accumulate)
 
 
 ALL = [
