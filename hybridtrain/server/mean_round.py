@@ -6,11 +6,14 @@ get the mean; the hooks of each change it alike; all push, and one row stands fo
 as in lock-step (:class:`hybridtrain.policies.WaitForAll`), but not for a worker that pushes without
 asking (it abstains) or is in a meeting.
 A worker may be lost between its mean and its push. The others push that mean, so its gradient
-counts: a restarted worker gets the same mean; without a restart its mini-batch is finished.
+counts: a restarted worker gets the same mean; without a restart its mini-batch is finished. Where a
+step has several means (user code accumulates), the restarted worker gets the last one for each that
+its former process had: every mean replaces the gradient, so only the last one is in the step.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -30,10 +33,14 @@ _CHUNK = 256 * 1024  # elements: one thread is enough for less
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The reply to a worker whose gradient was one of ``weight`` samples."""
+    """The reply to a worker whose gradient was one of ``weight`` samples.
+
+    ``number``: of the worker's means since its last push, from 1.
+    """
 
     reply: Averaged
     weight: float
+    number: int
 
 
 class Averaging:
@@ -49,6 +56,7 @@ class Averaging:
         self._rule, self._pool, self._merge = WaitForAll(), pool, merge
         self._asked: dict[int, Average] = {}
         self.given: dict[int, Mean] = {}  # to workers that have not pushed yet
+        self._requests: Counter[int] = Counter()  # of each process, since its last push
         workers = tuple(workers)
         self._rule.begin(len(workers))
         for worker in workers:
@@ -59,10 +67,24 @@ class Averaging:
         """The workers that wait for a mean."""
         return frozenset(self._asked)
 
-    def ask(self, worker: int, request: Average, store: Store) -> list[tuple[int, Averaged]]:
-        """The worker requests the mean; its gradient lies in its row."""
+    def ask(
+        self, worker: int, request: Average, store: Store, anew: bool
+    ) -> list[tuple[int, Averaged]]:
+        """The worker requests the mean; its gradient lies in its row.
+
+        ``anew``: it has been restarted, and repeats a step.
+        """
+        self._requests[worker] += 1
+        known = self.given.get(worker) if anew else None
+        if known is not None and self._requests[worker] <= known.number:
+            return [(worker, known.reply)]
         self._asked[worker] = request
         return self._obey(Pushed(worker), store)
+
+    def pushed(self, worker: int) -> None:
+        """The worker has pushed: its next mean belongs to another step."""
+        self.given.pop(worker, None)
+        self._requests.pop(worker, None)
 
     def busy(self, worker: int, store: Store | None) -> list[tuple[int, Averaged]]:
         """The worker waits for something else: do not wait for it here."""
@@ -72,11 +94,15 @@ class Averaging:
         """The worker computes again."""
         self._rule.on(Joined(worker))
 
-    def miss(self, worker: int) -> None:
+    def miss(self, worker: int, keeps: bool) -> None:
         """The worker will be restarted, and send its gradient again.
 
-        No worker is freed: if all the others had asked, none would wait.
+        ``keeps``: others push its last mean. No worker is freed: if all the others had asked, none
+        would wait.
         """
+        self._requests.pop(worker, None)
+        if not keeps:
+            self.given.pop(worker, None)
         if self._asked.pop(worker, None) is not None:
             self._rule.on(Left(worker))
 
@@ -100,9 +126,15 @@ class Averaging:
                     reply = average(asked, store, self._pool, self._merge)
                 case Release(workers):
                     asking = {w: self._asked.pop(w) for w in workers if w in self._asked}
-                    freed |= {w: Mean(reply, each.weight) for w, each in asking.items()}
+                    freed |= {
+                        w: Mean(reply, each.weight, self._number_of_next(w))
+                        for w, each in asking.items()
+                    }
         self.given |= freed
         return [(worker, mean.reply) for worker, mean in freed.items()]
+
+    def _number_of_next(self, worker: int) -> int:
+        return 1 + (self.given[worker].number if worker in self.given else 0)
 
 
 @torch.no_grad()

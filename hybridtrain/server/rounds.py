@@ -178,7 +178,7 @@ class Rounds:
         self.pushed[worker] = push
         samples = self._samples(push)
         self._statistics.pushed(worker, samples, push.fault, push.waits, push.waited_s)
-        self._averaging.given.pop(worker, None)
+        self._averaging.pushed(worker)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         made = isinstance(push, MadeStep)  # it counts in any case
         if self._over or (not made and self._last is not None and self.version >= self._last):
@@ -222,10 +222,8 @@ class Rounds:
     def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
         """Request the mean of all gradients; ``anew``: after a restart, perhaps again."""
         assert self.store is not None, "parameters are shared before gradients are averaged"
-        if anew and (mean := self._averaging.given.get(worker)) is not None:
-            return [(worker, mean.reply)]
         self._handed_over.take_for_mean(worker, request.row, self.store)
-        return [*self._averaging.ask(worker, request, self.store)]
+        return [*self._averaging.ask(worker, request, self.store, anew)]
 
     def park(self, worker: int) -> Replies:
         """The worker waits for something else: do not wait for it in a round."""
@@ -244,9 +242,10 @@ class Rounds:
 
     def lost(self, worker: int) -> Replies:
         """The worker is gone, and its push, if no update has it."""
+        counts = self._has_part(worker)
         self._lose_pushes([worker])
         self._ready.discard(worker)
-        if (mean := self._averaging.given.pop(worker, None)) is not None:
+        if (mean := self._averaging.given.pop(worker, None)) is not None and counts:
             self._statistics.pushed(worker, mean.weight)
         self._statistics.left(worker)
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
@@ -266,12 +265,17 @@ class Rounds:
         self._statistics.idle(worker)
         if worker in self.pushed:  # its gradient lies in its row: the round needs nothing more
             return []
-        self._averaging.miss(worker)
+        self._averaging.miss(worker, keeps=self._has_part(worker))
         return self.join(worker)  # it may have been parked
 
     def last_part(self, worker: int) -> int:
         """The last update that the worker contributes to, perhaps by a mean not pushed yet."""
-        return self.version + (worker in self._averaging.given)
+        return self.version + self._has_part(worker)
+
+    def _has_part(self, worker: int) -> bool:
+        """Whether its gradient is in a mean that other workers have got, too, and push."""
+        given = self._averaging.given
+        return worker in given and any(each != worker for each in (*given, *self.pushed))
 
     def settle_held(self, worker: int) -> None:
         """Settle the worker's mini-batches in held contributions."""

@@ -306,6 +306,7 @@ class ShareSampler(EpochSampler):
 
     def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
         super().go_on(crew, spans)
+        self._left = None  # it may have samples again
         batches = self._done[1].batches if self._done is not None else 0
         self._begun = Begun(self.epoch, self.source, spans, batches, self._lap)
 

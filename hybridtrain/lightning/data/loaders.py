@@ -248,17 +248,18 @@ class Loaders:
         portions = [sampler.next_portion() for sampler in self.samplers]
         return portions[0].together if len(portions) == 1 and portions[0] else None
 
-    def commit(self, owes: bool = False) -> None:
+    def commit(self, owes: bool = False, made: bool = True) -> None:
         """A step has been made with the mini-batches since the last one.
 
-        ``owes``: the masters lack it, and perhaps others before.
+        ``owes``: the masters lack it, and perhaps others before. ``made``: else it was for others
+        to make, which are lost.
         """
         self._rng_state.commit()
         if not self._client.counted:  # it was dropped
             return
         version = self._client.expected_version
         for sampler in self.samplers:
-            sampler.commit(version if self._remembers else None, self._owes)
+            sampler.commit(version if self._remembers and made else None, self._owes)
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if not self._owes:
             self._former = self._committed

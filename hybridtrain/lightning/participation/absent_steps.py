@@ -11,6 +11,9 @@ them three times:
 - until the update is made: from then on all check whether the epoch is over;
 - until their mini-batch has ended: then it takes over their logged metrics and decisions.
 
+If all that have samples in the step are lost, it waits in the step for those that are restarted. If
+none is, the step is not made, and its samples are among those that lost workers have left.
+
 A free-running worker may find the queue empty as the epoch begins; its epoch ends at once, on the
 usual path. Its contribution may also arrive too late to count: other workers process the samples
 again, so it restores logged values, torchmetrics, buffers (batch normalisation) and the count of
@@ -212,51 +215,69 @@ class Absence:
         try:
             self._client.gather(_READY, None, patient=True)
             if self._owes:
-                self._session.begin_batch(None, 0.0, together)
-                step_with(self._trainer, self._add_nothing)
+                self._step_without_samples(self._session, together)
             else:
                 self._session.sit_out()
-            known = self._client.gather(_MADE, None, patient=True)
-            take_steps(loop, next((each for each in known if each is not None), None))
+            steps = self._await_step(self._session, together)
+            take_steps(loop, steps)
             self._catch_up(self._session)
-            self._loaders.commit(self._session.owes)
+            self._loaders.commit(self._session.owes, made=steps is not None)
             progress.increment_processed()
         finally:
             self._sits_out = False
-        self._schedule()
+        self._schedule(made=steps is not None)
         outcomes = self._client.gather(_ENDED, None, patient=True)
         for outcome in [each for each in outcomes if each is not None][:1]:
             outcome.give(self._trainer, checkpoints_of(self._trainer))
         progress.increment_completed()
 
+    def _await_step(self, session: Session, together: float | None) -> Any:
+        """The counters of a worker that has made the step; ``None``: it is not made."""
+        while True:
+            known = self._client.gather(_MADE, None, patient=True)
+            steps = next((each for each in known if each is not None), None)
+            if steps is not None or not (self._client.away and self._is_automatic):
+                return steps
+            self._step_without_samples(session, together)  # lost workers repeat the step
+
+    def _step_without_samples(self, session: Session, together: float | None) -> None:
+        session.begin_batch(None, 0.0, together)
+        step_with(self._trainer, self._add_nothing)
+
+    @property
+    def _is_automatic(self) -> bool:
+        return bool(self._trainer.lightning_module.automatic_optimization)
+
     @property
     def _owes(self) -> bool:
-        """Whether this worker has accumulated gradients for this step, or steps with its host."""
+        """Whether this worker takes part in the step without samples.
+
+        It has accumulated gradients, steps with its host, or is restarted: the others wait for it.
+        """
         assert self._session is not None, "training has begun"
         if self._session.steps_with_host:
             return True
-        automatic = self._trainer.lightning_module.automatic_optimization
-        return self._session.has_gathered and bool(automatic)
+        return (self._session.has_gathered or self._client.joins) and self._is_automatic
 
     def _add_nothing(self) -> None:
         """In place of the closure."""
         if self._session is not None and self._session.averages:
             self._session.average()
 
-    @staticmethod
-    def _catch_up(session: Session) -> None:
+    def _catch_up(self, session: Session) -> None:
         """Take over updates that the other workers have made."""
         if session.has_own_parameters:
             return
         version = session.pull()
+        self._client.reach(version)
         for step in session.steps:
             step.catch_up(version)
         if session.buffers is not None:
             session.buffers.put_back(version)
 
-    def _schedule(self) -> None:
-        """Step schedulers as Lightning does after every mini-batch."""
-        self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+    def _schedule(self, made: bool = True) -> None:
+        """Step schedulers as Lightning does after every mini-batch, if its step is ``made``."""
+        self._loop.update_lr_schedulers("step", update_plateau_schedulers=not made)
         if is_at_last_batch(self._trainer):
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 

@@ -30,11 +30,11 @@ STRATEGIES = (
 
 
 class Counting(pl.LightningModule):
-    """Its parameter says how many updates each sample was part of."""
+    """Its parameter says how many updates each of ``n`` samples was part of."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int = N) -> None:
         super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(N))
+        self.w = torch.nn.Parameter(torch.zeros(n))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return -self.w[batch].sum()
@@ -53,10 +53,25 @@ class Looking(Counting):
         pass
 
 
+class ByHand(Counting):
+    """Accumulates two mini-batches under manual optimization."""
+
+    def __init__(self, n: int = N) -> None:
+        super().__init__(n)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2 or self.trainer.is_last_batch:
+            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
 def counts_are(module: Any, strategy: HybridStrategy, epochs: int) -> None:
     """Every sample was trained on once in each epoch."""
-    assert strategy.run_stats()["samples"] == N * epochs
+    n = len(module.w)
+    assert strategy.run_stats()["samples"] == n * epochs
     if strategy.requirements.in_place:  # whose steps may be lost to one another
         assert module.w.round().min() > 0 and module.w.round().max() <= epochs
     else:
-        assert module.w.round().tolist() == [epochs] * N
+        assert module.w.round().tolist() == [epochs] * n
