@@ -62,15 +62,15 @@ def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
     return len(samplers) == 1 and bool(trainer.lightning_module.automatic_optimization)
 
 
-def advance(checkpoint: dict[str, Any], steps: int, trainer: pl.Trainer) -> None:
-    """Count ``steps`` more steps of the epoch as done.
+def advance(checkpoint: dict[str, Any], steps: int, every: int) -> None:
+    """Count ``steps`` more steps of the epoch as done, each of ``every`` accumulated mini-batches.
 
     Raises:
         UserError: if the epoch has not so many, so that samples would count twice.
     """
     if steps <= 0:
         return
-    ours, every = checkpoint[KEY], int(trainer.accumulate_grad_batches)
+    ours = checkpoint[KEY]
     (loader,) = ours["loaders"]
     left = -(-total(loader["spans"]) // loader["whole"])
     if steps > -(-left // every):
@@ -176,6 +176,7 @@ class RejoinState:
             "breaks": self._breaks,
             "loggers": loggers,
             "reload_epochs": list(reload_epochs(trainer)),
+            "accumulated": int(trainer.accumulate_grad_batches),  # a callback may change it
             "should_stop": trainer.should_stop,
             "checkpoints": [standing_of(each, module) for each in checkpoints_of(trainer)],
             "unsaved": {k: v for k, v in module.named_buffers() if k not in state},
@@ -200,7 +201,8 @@ class Rejoin:
         self._trainer: Any = trainer
         self._version, self.breaks = version, self._ours["breaks"]
         if context_of(trainer).requirements.whole_rounds:
-            advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
+            steps = version - self._checkpoint["global_step"]
+            advance(self._checkpoint, steps, self._ours["accumulated"])
         client.rejoin()
         before(Point.FIT, trainer.fit_loop, self.agree)
 

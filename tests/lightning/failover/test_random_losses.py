@@ -129,7 +129,11 @@ def callbacks_of(case: Case, folder: Path) -> list[pl.Callback]:
     return []
 
 
-CASES = [drawn(seed) for seed in range(150)]
+FOUND = Case(  # by a longer search: a callback had changed how many are accumulated
+    *("hybrid", "restart", "accumulates more and more", "on_train_batch_end", 6),
+    *((0, 1, 2), 3, 31, 3, 0.0),
+)
+CASES = [FOUND, *(drawn(seed) for seed in range(150))]
 
 
 @pytest.mark.parametrize("case", but_slow([(c,) for c in CASES], lambda _, n: n > 1), ids=str)
