@@ -130,8 +130,7 @@ def _policy(strategy: Mapping[str, Any]) -> dict[str, Any] | None:
     if spec.get("name") not in POLICIES or not plain:
         return None
     exchange = exchange_of(make_policy(spec), strategy.get("exchange"))
-    plain = isinstance(exchange, Gradient) and codec_of(exchange) is None
-    return spec if plain else None
+    return spec if isinstance(exchange, Gradient) and codec_of(exchange) is None else None
 
 
 def _samples_per_s(seen: Observed, policy: Any, update: NamedUpdate | None) -> float:

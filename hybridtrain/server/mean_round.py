@@ -81,10 +81,10 @@ class Averaging:
         self._asked[worker] = request
         return self._obey(Pushed(worker), store)
 
-    def pushed(self, worker: int) -> None:
-        """The worker has pushed: its next mean belongs to another step."""
-        self.given.pop(worker, None)
+    def forget(self, worker: int) -> Mean | None:
+        """The worker has pushed or is gone; returns its last mean that is in no push."""
         self._requests.pop(worker, None)
+        return self.given.pop(worker, None)
 
     def busy(self, worker: int, store: Store | None) -> list[tuple[int, Averaged]]:
         """The worker waits for something else: do not wait for it here."""
@@ -126,15 +126,10 @@ class Averaging:
                     reply = average(asked, store, self._pool, self._merge)
                 case Release(workers):
                     asking = {w: self._asked.pop(w) for w in workers if w in self._asked}
-                    freed |= {
-                        w: Mean(reply, each.weight, self._number_of_next(w))
-                        for w, each in asking.items()
-                    }
+                    numbers = self._requests
+                    freed |= {w: Mean(reply, x.weight, numbers[w]) for w, x in asking.items()}
         self.given |= freed
         return [(worker, mean.reply) for worker, mean in freed.items()]
-
-    def _number_of_next(self, worker: int) -> int:
-        return 1 + (self.given[worker].number if worker in self.given else 0)
 
 
 @torch.no_grad()

@@ -178,7 +178,7 @@ class Rounds:
         self.pushed[worker] = push
         samples = self._samples(push)
         self._statistics.pushed(worker, samples, push.fault, push.waits, push.waited_s)
-        self._averaging.pushed(worker)
+        self._averaging.forget(worker)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         made = isinstance(push, MadeStep)  # it counts in any case
         if self._over or (not made and self._last is not None and self.version >= self._last):
@@ -245,7 +245,7 @@ class Rounds:
         counts = self._has_part(worker)
         self._lose_pushes([worker])
         self._ready.discard(worker)
-        if (mean := self._averaging.given.pop(worker, None)) is not None and counts:
+        if (mean := self._averaging.forget(worker)) is not None and counts:
             self._statistics.pushed(worker, mean.weight)
         self._statistics.left(worker)
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]

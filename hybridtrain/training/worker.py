@@ -149,7 +149,6 @@ class Worker:
         self._copy: Model | None = None
         self._n_batches = 0  # of this epoch
         self._rows = 0.0  # since the last push
-        self._pulled = 0  # the version at the end of the last epoch
         self._has_begun = self._has_asked = False
         self._taken = Taken()
         self._thread: int | None = None
@@ -179,7 +178,7 @@ class Worker:
     @property
     def version(self) -> int:
         """The number of updates that this worker's parameters have."""
-        return max(self._client.version, self._pulled)
+        return self._client.version
 
     @property
     def model(self) -> Any:
@@ -197,8 +196,7 @@ class Worker:
     def pull(self) -> int:
         """Bring :attr:`model` up to date; returns its version."""
         self._check_thread()
-        self._pulled = self._session.pull()
-        return self.version
+        return self._session.pull()
 
     def copy(self) -> Any:
         """A copy of the model as it is now, which the body may change; the same one each time."""

@@ -112,7 +112,7 @@ class Client:
         self.joins = False  # restarted, and without a step so far
         self.has_stepped = False  # in this process
         # Parameters and pushes.
-        self.version = 0  # of the last release
+        self.version = 0  # of this worker's parameters
         self.counted = True  # the pushes since user code has begun to count
         self.offered: PendingPush | None = None
         self.maker = Maker()  # until parameters are shared
@@ -157,7 +157,7 @@ class Client:
         self.counted = True
 
     def reach(self, version: int) -> None:
-        """This worker's parameters have this version."""
+        """User code has written the parameters: they count as those of this version."""
         self.version = version
 
     def go_alone(self) -> None:
@@ -171,11 +171,10 @@ class Client:
     def fail(self) -> None:
         """This worker has failed: leave what it has begun to the server."""
         self.maker.forget()
-        offered = self.offered
-        if offered is None or offered.unsent is None:
+        if self.offered is None or self.offered.unsent is None:
             return
-        if (left := self.maker.leave(offered.unsent, self.version + 1)) is not None:
-            offered.is_sent()
+        if (left := self.maker.leave(self.offered.unsent, self.version + 1)) is not None:
+            self.offered.is_sent()
             self._send_push(left)
 
     def await_permission(self) -> bool:
@@ -263,8 +262,8 @@ class Client:
             The number of steps of all workers.
         """
         step()
-        version = self.maker.count(push, self.tickets.pop_covers(), then)
-        self.version, self.has_stepped = version, True
+        self.version = self.maker.count(push, self.tickets.pop_covers(), then)
+        self.has_stepped = True
         self._report_if_due()
         return self.version
 
@@ -297,18 +296,18 @@ class Client:
 
     def begin(self, writes: Writes) -> int:
         """Wait for this worker's turn; returns the version to begin from."""
-        return self._ask(Begin(writes), Released, True)[0].version
+        self.version = self._ask(Begin(writes), Released, True)[0].version
+        return self.version
 
     def pull(self, writes: Writes | None = None) -> int:
         """Update this worker's parameters; returns their version."""
-        version: int = self._ask(Pull(writes or {}), Released)[0].version
-        self.maker.read(version)
-        return version
+        self.version = self._ask(Pull(writes or {}), Released)[0].version
+        self.maker.read(self.version)
+        return self.version
 
     def borrow(self, optimizer: int) -> SharedState:
         """The places of the optimizer's state."""
-        lent: SharedState = self._ask(GetState(optimizer), SharedState)[0]
-        return lent
+        return self._ask(GetState(optimizer), SharedState)[0]
 
     def _borrow_flat(self, optimizer: int) -> tuple[LentState, dict[int, Arena]] | None:
         """The places of the flat update's state, and its arenas, if workers may step it."""
@@ -363,6 +362,7 @@ class Client:
             self.unseen = reply.unseen
             self.snapshot_counts = {"updates": reply.updates, "samples": reply.samples}
             if refresh:
+                self.version = reply.version
                 self.maker.read(reply.version)
             saved = read(scratch.path, reply.payload)
         finally:
@@ -382,8 +382,7 @@ class Client:
         """
         if self.solo or self.n_workers == 1:
             return [item]
-        payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
-        request = Gather(tag, payload, **kind)
+        request = Gather(tag, pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL), **kind)
         while (reply := self._ask(request, Gathered)[0]).join:
             self.listeners.come(reply.join)
         self.met, self.left = reply.workers, reply.left

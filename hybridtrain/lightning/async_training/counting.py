@@ -96,7 +96,6 @@ class UpdateCount:
     def reach(self, version: int) -> None:
         """Count up to ``version``, which is that of this worker's parameters."""
         set_global_step(self._trainer, version)
-        self._client.reach(version)
         if not self._counted and not self._evaluates:  # the row of the step has this number, too
             self._made = max(self._made, version)
         self._catch_up()

@@ -251,8 +251,8 @@ class Loaders:
     def commit(self, owes: bool = False, made: bool = True) -> None:
         """A step has been made with the mini-batches since the last one.
 
-        ``owes``: the masters lack it, and perhaps others before. ``made``: else it was for others
-        to make, which are lost.
+        ``owes``: the masters lack it, and perhaps others before. ``made``: else all that had
+        samples in it were lost, and this worker only counts its mini-batches.
         """
         self._rng_state.commit()
         if not self._client.counted:  # it was dropped

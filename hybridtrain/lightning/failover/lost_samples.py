@@ -20,10 +20,12 @@ from hybridtrain.lightning.failover.rejoin import Rejoin, RejoinState
 from hybridtrain.lightning.hooks.loop_hooks import (
     is_at_last_batch,
     is_limited,
+    logged_step,
     remeasure,
+    set_logged_step,
     training_fetcher,
 )
-from hybridtrain.lightning.hooks.points import Point, before
+from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.protocol.spans import Spans, total
 
 if TYPE_CHECKING:
@@ -71,12 +73,16 @@ class LostSampleRedistribution:
         self._strategy, self._trainer, self._loaders = strategy, trainer, loaders
         self._client, self._position, self._keep = strategy.client, loaders.position, keep
         self._whole_rounds = strategy.requirements.whole_rounds
-        before(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.look)
+        around(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.look)
 
-    def look(self) -> None:
-        """After each mini-batch, before Lightning acts on its being the last."""
+    def look(self, proceed: Callable[..., None], interval: str, **options: Any) -> None:
+        """After each mini-batch: its step is whole, and Lightning has not ended the epoch."""
+        if interval != "epoch":
+            proceed(interval, **options)
         if is_at_last_batch(self._trainer):
             self.end()
+        if interval == "epoch" and is_at_last_batch(self._trainer):  # it is not continued
+            proceed(interval, **options)
 
     def end(self) -> None:
         """This worker has done its last mini-batch: meet the others, once."""
@@ -125,24 +131,26 @@ class LostSampleRedistribution:
 
     def _go_on(self, left: list[Spans]) -> None:
         loop, fetcher = self._trainer.fit_loop.epoch_loop, training_fetcher(self._trainer)
+        self._end_group()
         for sampler, spans in zip(self._loaders.samplers, left, strict=True):
             sampler.go_on(self._client.there, spans)
         self._position.change_lengths()
         self._position.on(EpochEvent.IS_CONTINUED)
         loop.batch_progress.is_last_batch = False
-        self._forget_gradients()
         remeasure(self._trainer)
         iter(fetcher)
         fetcher.fetched += loop.batch_progress.current.ready
 
-    def _forget_gradients(self) -> None:
-        """The last step may have ended a smaller group of accumulated mini-batches.
+    def _end_group(self) -> None:
+        """The last step may have been of a smaller group of accumulated mini-batches.
 
-        Lightning zeroes gradients by the number of the mini-batch, and the next number may be in
-        the middle of a group.
+        Then the next number is in the middle of a group, and Lightning, which goes by the number,
+        would not zero gradients, nor count a row.
         """
-        if self._trainer.lightning_module.automatic_optimization:
-            for optimizer in self._trainer.optimizers:
+        trainer, batches = self._trainer, self._trainer.fit_loop.epoch_loop.batch_progress
+        if batches.current.ready % int(trainer.accumulate_grad_batches):
+            set_logged_step(trainer, logged_step(trainer) + 1)
+            for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
 
     def _complain(self, left: list[Spans]) -> None:

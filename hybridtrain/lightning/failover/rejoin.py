@@ -62,14 +62,17 @@ def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
     return len(samplers) == 1 and bool(trainer.lightning_module.automatic_optimization)
 
 
-def advance(checkpoint: dict[str, Any], steps: int, every: int) -> None:
+def advance(checkpoint: dict[str, Any], steps: int, every: int) -> bool:
     """Count ``steps`` more steps of the epoch as done, each of ``every`` accumulated mini-batches.
+
+    Returns:
+        Whether they include the epoch's last one.
 
     Raises:
         UserError: if the epoch has not so many, so that samples would count twice.
     """
     if steps <= 0:
-        return
+        return False
     ours = checkpoint[KEY]
     (loader,) = ours["loaders"]
     left = -(-total(loader["spans"]) // loader["whole"])
@@ -84,6 +87,7 @@ def advance(checkpoint: dict[str, Any], steps: int, every: int) -> None:
     loader["batches"] += batches
     rest = split([tuple(span) for span in loader["spans"]], batches * loader["whole"])[1]
     loader["spans"] = [list(span) for span in rest]
+    return not rest
 
 
 class RejoinState:
@@ -138,11 +142,13 @@ class RejoinState:
 
     def _send_once_an_epoch(self) -> None:
         """In case all workers are lost at once."""
-        client, epoch, samplers = self._client, self._trainer.current_epoch, self._loaders.samplers
-        if client.is_leader and self._kept_in != epoch and has_begun(self._trainer, samplers):
+        trainer, epoch = self._trainer, self._trainer.current_epoch
+        if epoch == self._kept_in or not self._client.is_leader:
+            return
+        if has_begun(trainer, samplers := self._loaders.samplers):
             self._kept_in = epoch
-            known = can_be_advanced(self._trainer, samplers)
-            client.note(Progress(None, self.tell() if known else b""))
+            known = can_be_advanced(trainer, samplers)
+            self._client.note(Progress(None, self.tell() if known else b""))
 
     def keep(self) -> None:
         """After the last update: if all workers are lost now, one new process can finish."""
@@ -200,9 +206,10 @@ class Rejoin:
         self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
         self._trainer: Any = trainer
         self._version, self.breaks = version, self._ours["breaks"]
+        self._ends_epoch = False
         if context_of(trainer).requirements.whole_rounds:
             steps = version - self._checkpoint["global_step"]
-            advance(self._checkpoint, steps, self._ours["accumulated"])
+            self._ends_epoch = advance(self._checkpoint, steps, self._ours["accumulated"])
         client.rejoin()
         before(Point.FIT, trainer.fit_loop, self.agree)
 
@@ -243,6 +250,9 @@ class Rejoin:
             before, epoch = self._checkpoint["global_step"], self._trainer.num_training_batches
             step_schedulers(self._trainer, before, self._version, epoch)
             set_global_step(self._trainer, self._version)
+        if self._ends_epoch:  # Lightning goes on with the next one
+            loop = self._trainer.fit_loop.epoch_loop
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _take_unsaved_buffers(self) -> None:
         """Restore buffers outside of checkpoints; caches may have grown since the start."""

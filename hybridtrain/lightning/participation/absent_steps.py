@@ -210,29 +210,29 @@ class Absence:
         progress.is_last_batch = training_fetcher(self._trainer).done
         progress.increment_ready()
         progress.increment_started()
-        together = self._loaders.pass_over()
+        together, version = self._loaders.pass_over(), self._client.expected_version
         self._sits_out = True
         try:
             self._client.gather(_READY, None, patient=True)
-            if self._owes:
+            if self._takes_part:
                 self._step_without_samples(self._session, together)
             else:
                 self._session.sit_out()
-            steps = self._await_step(self._session, together)
-            take_steps(loop, steps)
+            take_steps(loop, self._await_step(self._session, together))
             self._catch_up(self._session)
-            self._loaders.commit(self._session.owes, made=steps is not None)
+            made = self._session.has_own_parameters or self._client.version > version
+            self._loaders.commit(self._session.owes, made)
             progress.increment_processed()
         finally:
             self._sits_out = False
-        self._schedule(made=steps is not None)
+        self._schedule(made)
         outcomes = self._client.gather(_ENDED, None, patient=True)
         for outcome in [each for each in outcomes if each is not None][:1]:
             outcome.give(self._trainer, checkpoints_of(self._trainer))
         progress.increment_completed()
 
     def _await_step(self, session: Session, together: float | None) -> Any:
-        """The counters of a worker that has made the step; ``None``: it is not made."""
+        """The counters of a worker that had samples in the step; ``None``: all were lost."""
         while True:
             known = self._client.gather(_MADE, None, patient=True)
             steps = next((each for each in known if each is not None), None)
@@ -249,7 +249,7 @@ class Absence:
         return bool(self._trainer.lightning_module.automatic_optimization)
 
     @property
-    def _owes(self) -> bool:
+    def _takes_part(self) -> bool:
         """Whether this worker takes part in the step without samples.
 
         It has accumulated gradients, steps with its host, or is restarted: the others wait for it.
@@ -264,20 +264,24 @@ class Absence:
         if self._session is not None and self._session.averages:
             self._session.average()
 
-    def _catch_up(self, session: Session) -> None:
+    @staticmethod
+    def _catch_up(session: Session) -> None:
         """Take over updates that the other workers have made."""
         if session.has_own_parameters:
             return
         version = session.pull()
-        self._client.reach(version)
         for step in session.steps:
             step.catch_up(version)
         if session.buffers is not None:
             session.buffers.put_back(version)
 
     def _schedule(self, made: bool = True) -> None:
-        """Step schedulers as Lightning does after every mini-batch, if its step is ``made``."""
-        self._loop.update_lr_schedulers("step", update_plateau_schedulers=not made)
+        """Step schedulers as Lightning does after every mini-batch.
+
+        If its step is not ``made``, none steps; but at the last mini-batch all workers meet here.
+        """
+        interval = "step" if made else "none"
+        self._loop.update_lr_schedulers(interval, update_plateau_schedulers=False)
         if is_at_last_batch(self._trainer):
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 

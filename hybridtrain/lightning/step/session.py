@@ -160,7 +160,9 @@ class Session(WorkerSession):
             self.replica.hold_masters()
         changed = bool(self.replica.writes())
         version, saved = self._client.snapshot(refresh=not changed)
-        if not changed:
+        if changed:
+            self._client.reach(version)
+        else:
             self.replica.refresh(keep=between)
         reach(version)
         states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]

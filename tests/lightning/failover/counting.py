@@ -6,6 +6,7 @@ its gradient is not zero.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -65,6 +66,22 @@ class ByHand(Counting):
         if batch_idx % 2 or self.trainer.is_last_batch:
             self.optimizers().step()  # type: ignore[union-attr]
             self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+class Seen(pl.Callback):
+    """Writes down how many samples each validation of :class:`Counting` is of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "seen"
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            with self.path.open("a") as file:
+                file.write(f"{int(trainer.callback_metrics['seen'])}\n")
+
+    def are(self, n: int) -> None:
+        """There were validations, and each was of ``n`` samples."""
+        assert {int(line) for line in self.path.read_text().split()} == {n}
 
 
 def counts_are(module: Any, strategy: HybridStrategy, epochs: int) -> None:

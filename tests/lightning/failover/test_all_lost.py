@@ -108,18 +108,13 @@ class AllKilledAfterFirstUpdate(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_all_after_first_update(folder: Path, strategy: HybridStrategy) -> None:
-    trainer = make_trainer(
-        strategy, 3, max_epochs=EPOCHS, callbacks=[AllKilledAfterFirstUpdate(folder)]
-    )
-    trainer.fit(Regression(), DataLoader(regression_data(N), SIZE, shuffle=True))
-    assert len(list(folder.iterdir())) == 3
-    assert strategy.run_stats()["samples"] == N * EPOCHS
-
-
 def test_no_first_mini_batch_of_an_epoch_counts_twice(tmp_path: Path) -> None:
     strategy = HybridStrategy("hybrid", on_failure="restart", max_restarts=None)
-    lose_all_after_first_update(tmp_path, strategy)
+    killed = AllKilledAfterFirstUpdate(tmp_path)
+    trainer = make_trainer(strategy, 3, max_epochs=EPOCHS, callbacks=[killed])
+    trainer.fit(Regression(), DataLoader(regression_data(N), SIZE, shuffle=True))
+    assert len(list(tmp_path.iterdir())) == 3
+    assert strategy.run_stats()["samples"] == N * EPOCHS
     assert strategy.run_stats()["updates"] == N * EPOCHS // (3 * SIZE)
 
 

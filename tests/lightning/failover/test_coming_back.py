@@ -17,7 +17,10 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.cli.telemetry.monitor import RunMonitor
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.failover.rejoin import advance
 from hybridtrain.report.history import read_history
 from tests.lightning.toys import Manual, Regression, make_trainer, regression_data
 from tests.picking import by_default
@@ -87,6 +90,18 @@ def test_who_comes_back_makes_loaders_again_when_the_others_do(
     trainer = run(policy, "restart", killed, reload_dataloaders_every_n_epochs=every)
     assert killed.mark.exists() and trainer.current_epoch == EPOCHS
     assert trainer.strategy.run_stats()["samples"] == N * EPOCHS
+
+
+@pytest.mark.parametrize(("left", "every", "steps"), [(40, 1, 5), (40, 3, 2), (1, 1, 1)])
+def test_a_state_is_not_advanced_beyond_its_epoch(left: int, every: int, steps: int) -> None:
+    """Or samples of the next one would count twice; mini-batches are of 8 samples."""
+    loader = {"spans": [[60 - left, 60]], "whole": 8, "batches": 2}
+    logged = {"epoch_loop.state_dict": {"_batches_that_stepped": 2}}
+    state: Any = {KEY: {"loaders": [loader], "batches": 2}, "loops": {"fit_loop": logged}}
+    with pytest.raises(UserError, match=f"known state of training is {steps + 1} updates old"):
+        advance(state, steps + 1, every)
+    assert advance(state, steps, every)  # to its end
+    assert loader == {"spans": [], "whole": 8, "batches": 2 + -(-left // 8)}
 
 
 class Meetings:

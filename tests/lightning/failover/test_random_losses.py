@@ -25,8 +25,7 @@ from pytorch_lightning.callbacks import (
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from tests.lightning.failover.counting import STRATEGIES, ByHand, Counting, counts_are
-from tests.lightning.failover.test_every_phase import Seen
+from tests.lightning.failover.counting import STRATEGIES, ByHand, Counting, Seen, counts_are
 from tests.lightning.toys import make_trainer
 from tests.picking import but_slow
 
@@ -94,7 +93,7 @@ def drawn(seed: int) -> Case:
 
 
 class Lost(pl.Callback):
-    """These workers are killed, each once; worker 0's steps are slow."""
+    """These workers are killed, each once."""
 
     def __init__(self, folder: Path, case: Case) -> None:
         self.folder, self.case, self.left = folder, case, case.left
@@ -108,14 +107,26 @@ class Lost(pl.Callback):
         self.left -= 1
 
 
-class Slow(Counting):
-    """A step takes worker 0 three times as long."""
+class Slow(pl.Callback):
+    """A mini-batch takes worker 0 three times as long."""
 
-    step_s = 0.0
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        time.sleep(self.step_s * (3 if self.global_rank == 0 else 1))
-        return super().training_step(batch, batch_idx)
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(self.step_s * (3 if trainer.global_rank == 0 else 1))
+
+
+class Scheduled(Counting):
+    """With a schedule by step and one by epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) for _ in range(2)]
+        by = ("step", "epoch")
+        return [optimizer], [
+            {"scheduler": s, "interval": i} for s, i in zip(schedules, by, strict=True)
+        ]
 
 
 def callbacks_of(case: Case, folder: Path) -> list[pl.Callback]:
@@ -140,16 +151,13 @@ CASES = [FOUND, *(drawn(seed) for seed in range(150))]
 def test_each_sample_counts_once_an_epoch_and_each_validation_is_of_all(
     tmp_path: Path, case: Case
 ) -> None:
-    module: Any = ByHand(case.n) if case.feature == "by hand" else Slow(case.n)
-    module.step_s = case.step_s
+    module = ByHand(case.n) if case.feature == "by hand" else Scheduled(case.n)
     options: dict[str, Any] = {"max_restarts": None} if case.choice == "restart" else {}
     if case.feature == "own sizes":
         options["batch_size_per_worker"] = [1, 2, 3, 4][: case.workers]
-    strategy, seen = (
-        HybridStrategy(case.strategy, on_failure=case.choice, **options),
-        Seen(tmp_path),
-    )
-    callbacks = [Lost(tmp_path, case), seen, *callbacks_of(case, tmp_path)]
+    strategy = HybridStrategy(case.strategy, on_failure=case.choice, **options)
+    lost, seen = Lost(tmp_path, case), Seen(tmp_path)
+    callbacks = [Slow(case.step_s), lost, seen, *callbacks_of(case, tmp_path)]
     trainer = make_trainer(
         strategy, case.workers, max_epochs=EPOCHS, callbacks=callbacks, **FEATURES[case.feature]
     )
@@ -157,5 +165,8 @@ def test_each_sample_counts_once_an_epoch_and_each_validation_is_of_all(
     pl.seed_everything(1, verbose=False)
     trainer.fit(module, DataLoader(data, case.size, shuffle=True), DataLoader(data, case.size))
     assert trainer.current_epoch == EPOCHS
+    assert list(tmp_path.glob("lost *")) or "epoch" not in case.hook  # others may not come so far
     counts_are(module, strategy, EPOCHS)
-    seen.check("", case.n)
+    seen.are(case.n)
+    schedules = [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
+    assert schedules in ([], [trainer.global_step, EPOCHS])
