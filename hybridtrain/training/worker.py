@@ -358,10 +358,9 @@ class Worker:
         self._check_thread()
         self._check_once(gradients)
         self._take_gradients(gradients)
-        (step,), covers = self._session.steps, self._client.tickets.covers
+        (step,) = self._session.steps
         if loss is not None or (self._wants.evaluates and gradients is not None):
             step.watch(_loss(loss, self._where))
-        n_covers = len(covers)
         rows = samples or self._rows
         if rows or self._sampler is None:
             self._session.begin_samples(rows or 1.0)
@@ -372,8 +371,6 @@ class Worker:
         self._rows = 0.0
         self._taken.pushes += 1
         counted = self._client.counted
-        if self._wants.evaluates:  # another worker's answer may have come first
-            counted = len(covers) == n_covers
         if counted and self._sampler is not None:
             self._sampler.commit(self._client.version, self._session.owes)
         return counted

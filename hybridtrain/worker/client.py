@@ -340,8 +340,9 @@ class Client:
 
     def claim(self) -> bool:
         """Training has processed its last mini-batch; whether no other worker has before."""
-        newest = self.tickets.covers[-1:]
-        return not newest or self.tickets.keep(self._ask(Claim(newest[0]), Claimed)[0].counts)
+        if newest := self.tickets.covers[-1:]:
+            self.counted = self.tickets.keep(self._ask(Claim(newest[0]), Claimed)[0].counts)
+        return self.counted
 
     def check_need(self) -> None:
         """Raises ``NotNeeded`` if another worker has processed training's last mini-batch."""

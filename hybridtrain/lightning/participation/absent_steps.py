@@ -112,7 +112,7 @@ class Absence:
         before(Point.AVERAGE, session, self.gradients_are_there)
         # With a limit of steps, contributions may arrive after the last.
         bounded = not self._whole_rounds and self._loop.max_steps != -1
-        if self._requirements.drops_late or bounded:
+        if self._requirements.drops_late or self._requirements.backs_up or bounded:
             self.uncounted = Uncounted(self._trainer, self._client)
 
     def begin_epoch(self) -> None:
@@ -325,8 +325,6 @@ class Absence:
             return
         self.stopping.meet()
         has_had_some = self._has_had_some
-        if has_had_some and self._requirements.backs_up:  # others may have been sooner with all
-            has_had_some = bool(entries(trainer))
         if all(client.gather("who has had a mini-batch", has_had_some)):
             return
         mine = (entries(trainer), StepOutcome.of(trainer, callbacks)) if has_had_some else None

@@ -424,6 +424,30 @@ def test_a_loss_that_is_a_sum_is_noticed_in_a_short_portion(
         assert "reduction" in str(recwarn.pop().message)
 
 
+# ---- portions that another worker has processed first --------------------------------------------
+
+
+class Slow(Regression):
+    """Worker 1 logs first, and has its gradient when the other has processed all portions."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        how: dict[str, Any] = {"on_step": False, "on_epoch": True, "reduce_fx": torch.sum}
+        self.log("seen", float(len(batch[0])), sync_dist=True, **how)
+        loss = super().training_step(batch, batch_idx)
+        time.sleep(0.1 * (self.global_rank == 1))
+        return loss
+
+
+@pytest.mark.parametrize("workers", by_default([2, 3], 2))
+def test_what_they_log_counts_once(workers: int, tmp_path: Path) -> None:
+    """When a portion is broken off is not recorded, so a replay needs this, too."""
+    run = Run(tmp_path, "sandblaster", workers, module=Slow, trainer={"max_epochs": 3})
+    record = run.record()
+    assert run.made is not None
+    assert float(run.made.callback_metrics["seen"]) == len(regression_data())
+    check_equal(run, record)
+
+
 # ---- replay, virtual time ------------------------------------------------------------------------
 
 
