@@ -243,7 +243,8 @@ class Draw:
     mini-batches that each worker gets in its turn; 0: first come, first served. ``fills``: if none
     is left, return one that does not count. ``visits``: draw from shards. ``most``: so many
     mini-batches at once, while plenty are left. ``limited``: each worker has its own number of
-    mini-batches, so a faster one does not draw those of a slower one.
+    mini-batches, so a faster one does not draw those of a slower one. ``last``: this one is its
+    last; do not request another with the next push.
     """
 
     lap: LoaderPass
@@ -257,6 +258,7 @@ class Draw:
     visits: Visits | None = None
     most: int = 1
     limited: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ gradients without a step do not count.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ class EpochPlan:
     ``sizes``: samples in each worker's mini-batch; 1 where items are whole mini-batches.
     ``batches_per_turn``: of a worker; 0: workers take no turns. ``fills``: whether a worker without
     samples in a step gets a filler, up to the ``last`` step that it takes part in (``None``: the
-    last with samples of this loader). ``visits``: shards to draw from. ``limited``: each worker has
-    its own number of mini-batches.
+    last with samples of this loader). ``visits``: shards to draw from. ``limit``: mini-batches of
+    each worker, which does others in place of dropped ones if it ``redoes`` them.
     """
 
     order: Order
@@ -88,7 +89,8 @@ class EpochPlan:
     fills: Callable[[], bool] = lambda: False
     last: Callable[[int], float] | None = None
     visits: Visits | None = None
-    limited: bool = False
+    limit: Callable[[], float] = lambda: math.inf
+    redoes: bool = False
 
 
 @dataclass(frozen=True)
@@ -382,16 +384,18 @@ class QueueSampler(EpochSampler):
     def __iter__(self) -> Iterator[int]:
         order, spans, batches = self._begin()
         lap, begins = LoaderPass(self.number, self.epoch, self._lap), True
-        plan, n_drawn, fills = self.plan, self.batch_size, self.plan.fills()
+        plan, n_drawn = self.plan, self.batch_size
+        fills, limit = plan.fills(), plan.limit()
         # The rest of a reopened pass is not dealt in turns.
         in_turn = 0 if self._reopened else plan.batches_per_turn()
         self._reopened = False
         # The loader counts samples into mini-batches, so a smaller one must be the last.
-        while n_drawn == self.batch_size:
+        while n_drawn == self.batch_size and (batches < limit or plan.redoes):
             ask = Draw(
                 *(lap, spans, len(order), plan.sizes, plan.drop_last, begins, in_turn, fills),
                 visits=plan.visits,
-                limited=plan.limited,
+                limited=limit < math.inf,
+                last=batches + 1 >= limit,
             )
             ticket = self._client.draw(ask)
             begins, batches, n_drawn = False, batches + 1, total(ticket.spans)

@@ -104,7 +104,7 @@ class Tickets:
         newest = here[-1] if here else ticket  # a smaller one is the end of the pass
         whole = total(newest.spans) == request.sizes[self._worker]
         few = len(here) <= self._few[lap] and lap not in self._under_way
-        if whole and few:
+        if whole and few and not request.last:
             self._wanted[lap] = replace(request, begins=False, most=self.most)
         else:
             self._wanted.pop(lap, None)

@@ -62,7 +62,8 @@ class Validations:
         """Whether to validate after this mini-batch, if it is this worker's last."""
         if not validates_this_epoch(self._trainer) or not has_ended_epoch(self._trainer):
             return False
-        return self._decide(bool(proceed(fetcher)))
+        at_end = bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+        return self._decide(at_end or bool(proceed(fetcher)))  # the end may come before a limit
 
     def _decide(self, mine: bool) -> bool:
         """Whether a validation is due in any worker. All meet, once in an epoch."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.async_training.expected_updates import batches_of, plan_behind
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
 from hybridtrain.lightning.checkpointing.mid_epoch import (
     KEY,
@@ -50,6 +51,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     gets_our_sampler,
     inside,
     is_limited,
+    limit_training,
     put_inside,
     remeasure,
     training_fetcher,
@@ -61,7 +63,7 @@ from hybridtrain.lightning.step.saved_states import WORKERS
 from hybridtrain.options.strategy_arguments import StrategyArguments
 from hybridtrain.protocol.messages import Visits
 from hybridtrain.recording.run_description import data_teller
-from hybridtrain.training.samplers import EpochSampler, QueueSampler, ShareSampler
+from hybridtrain.training.samplers import EpochPlan, EpochSampler, QueueSampler, ShareSampler
 from hybridtrain.worker.client import Client
 
 
@@ -89,6 +91,8 @@ class Loaders:
         self.samplers: list[EpochSampler] = []
         self._remembers = False
         self._made_in_epoch: int | None = None
+        self._limit: float = self._trainer.limit_train_batches  # the user's
+        self._is_limited = False  # of at least one loader a worker may come to it
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it done
         self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
         self._owes = False  # the masters lack steps: one worker's own checkpoint repeats them
@@ -140,6 +144,26 @@ class Loaders:
         self, proceed: Callable[..., Any], dataloader: Any, shuffle: bool, mode: RunningStage
     ) -> Any:
         """Lightning's loader, with this worker's batch size."""
+        prepared = self._prepared(proceed, dataloader, shuffle, mode)
+        if mode == RunningStage.TRAINING:
+            self._lift_limit(plan_behind(prepared))
+        return prepared
+
+    def _lift_limit(self, plan: EpochPlan | None) -> None:
+        """Lift a limit to which the shared queue has not enough mini-batches.
+
+        As a limit is a length to Lightning, a worker that ends before it would neither validate
+        nor step its last accumulated mini-batches.
+        """
+        limit, lifts = self._limit, False
+        if self._requirements.data != "shares" and plan is not None and plan.length > 0:
+            lifts = isinstance(limit, int) and limit * len(plan.sizes) >= batches_of(plan)
+        self._is_limited |= not lifts
+        limit_training(self._trainer, limit if self._is_limited else 1.0)
+
+    def _prepared(
+        self, proceed: Callable[..., Any], dataloader: Any, shuffle: bool, mode: RunningStage
+    ) -> Any:
         sizes = self._options["batch_size_per_worker"] if mode == RunningStage.TRAINING else None
         if makes_its_own(dataloader, self._trainer):
             if sizes is not None:
@@ -182,7 +206,8 @@ class Loaders:
             fills=self._fills,
             last=self._last_step,
             visits=None if shards is None else Visits(shards["number"], shards["visit"]),
-            limited=is_limited(self._trainer),
+            limit=self._limit_now,
+            redoes=self._requirements.drops_late,
         )
         if plan.drop_last and self._requirements.evaluates:
             raise UserError(
@@ -195,6 +220,11 @@ class Loaders:
         kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
         self.samplers.append(kind(plan, epoch, self._client, number, begun))
         return self.samplers[-1]
+
+    def _limit_now(self) -> float:
+        """Mini-batches of this worker."""
+        trainer = self._trainer
+        return float(trainer.limit_train_batches) if is_limited(trainer) else math.inf
 
     def _batches_per_turn(self) -> int:
         """Mini-batches of one worker's turn: those of one optimizer step; 0: no turns."""

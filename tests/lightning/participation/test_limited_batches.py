@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from tests.lightning.metamorphic import strategies
@@ -103,6 +104,54 @@ def test_as_many_mini_batches_count_as_the_limit_allows(name: str, workers: int,
     assert ends.ended.sum() == whole or (name in DROPPING and way == "accumulating")
     assert ends.validated[:workers].tolist() == [options["max_epochs"]] * workers
     assert trainer.callback_metrics["seen"] == 4
+
+
+TIGHT = [(batches, limit) for batches in (7, 8, 9) for limit in (1, 2, 3, 100)]
+TIGHT_CELLS = [
+    (name, loaders, *sizes)
+    for name in strategies.ALL
+    if not strategies.make(name, 4).requirements.evaluates
+    for loaders in (0, 2)
+    for sizes in TIGHT
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "loaders", "batches", "limit"), but_slow(TIGHT_CELLS, lambda _, n: n % 29 != 0)
+)
+def test_a_limit_is_kept_to_the_mini_batch_and_without_effect_where_data_are_fewer(
+    name: str, loaders: int, batches: int, limit: int
+) -> None:
+    """``loaders``: processes, which fetch ahead."""
+    workers = 4
+    ends, strategy = Ends(), strategies.make(name, workers)
+    options = {"max_epochs": EPOCHS, "limit_train_batches": limit}
+    trainer = make_trainer(strategy, workers, callbacks=[ends], **options)
+    training = DataLoader(torch.arange(batches * SIZE), SIZE, num_workers=loaders)
+    trainer.fit(Module(), training, DataLoader(torch.arange(4), 2))
+    expected = EPOCHS * min(batches, workers * limit) * SIZE
+    found = strategy.run_stats()["samples"]
+    drops = loaders > 0 and name in DROPPING  # what was fetched ahead may be missing elsewhere
+    assert found == expected or (drops and found < expected)
+    assert ends.validated[:workers].tolist() == [EPOCHS] * workers
+
+
+class OfTwo(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["short"], batch_idx)
+
+
+def test_the_shorter_of_two_loaders_ends_an_epoch_before_the_limit() -> None:
+    ends, strategy = Ends(), strategies.make("async", 2)
+    options = {"max_epochs": EPOCHS, "limit_train_batches": 5}
+    trainer = make_trainer(strategy, 2, callbacks=[ends], **options)
+    sizes = {"short": 8 * SIZE, "long": N}
+    loaders = {name: DataLoader(torch.arange(n), SIZE) for name, n in sizes.items()}
+    both = CombinedLoader(loaders, "min_size")
+    trainer.fit(OfTwo(), both, DataLoader(torch.arange(4), 2))
+    assert ends.ended.sum() == EPOCHS * 8
+    assert ends.validated[:2].tolist() == [EPOCHS] * 2
 
 
 @pytest.mark.few(2)
