@@ -188,6 +188,7 @@ OF_OTHERS = {
     "enable_progress_bar",
     "keeping",
     "limit_predict_batches",
+    "limit_train_batches",
     "log_every_n_steps",
     "logger",
     "map",

@@ -51,7 +51,6 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     gets_our_sampler,
     inside,
     is_limited,
-    limit_training,
     put_inside,
     remeasure,
     training_fetcher,
@@ -159,7 +158,7 @@ class Loaders:
         if self._requirements.data != "shares" and plan is not None and plan.length > 0:
             lifts = isinstance(limit, int) and limit * len(plan.sizes) >= batches_of(plan)
         self._is_limited |= not lifts
-        limit_training(self._trainer, limit if self._is_limited else 1.0)
+        self._trainer.limit_train_batches = limit if self._is_limited else 1.0
 
     def _prepared(
         self, proceed: Callable[..., Any], dataloader: Any, shuffle: bool, mode: RunningStage

@@ -207,11 +207,6 @@ def is_limited(trainer: Any) -> bool:
     return isinstance(limit, int) or limit not in (1.0, None)  # 1 is one mini-batch, 1.0 all
 
 
-def limit_training(trainer: Any, limit: float) -> None:
-    """Set ``limit_train_batches`` in this worker."""
-    trainer.limit_train_batches = limit
-
-
 def fetched_batches(trainer: Any) -> int:
     """The number of training mini-batches fetched in this epoch, which a limit may end."""
     return int(training_fetcher(trainer).fetched)
