@@ -17,6 +17,7 @@ from pytorch_lightning.loggers.logger import DummyLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.periodic import scheduled
+from hybridtrain.lightning.results.worker_result import WorkerResult
 from hybridtrain.lightning.run_context import context_if_ours, context_of, strategy_of
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from hybridtrain.recording.record_file import Record
@@ -171,7 +172,8 @@ def _rerun(
     """Replay the record; ``anyway``: also with other data."""
     check_data = partial(check_same_data, record, anyway)
     report, results = Replayer(record, server, stamp, check_data, CELLS).run(bodies)
-    return report, results if report.equal and results[0] is not None else []
+    finished = any(isinstance(each, WorkerResult) for each in results)  # worker 0 may be lost
+    return report, results if report.equal and finished else []
 
 
 def _check(record: Record, trainer: pl.Trainer, anyway: bool) -> None:
