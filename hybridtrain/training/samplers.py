@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import Sampler
@@ -127,6 +127,8 @@ class EpochSampler(Sampler[int]):
         self._client, self._begun = client, begun
         self._planned: deque[EpochPortion] = deque()
         self._running: EpochPortion | None = None  # training's last mini-batch
+        self._n_taken = 0  # mini-batches since the last step
+        self._dropped = 0, 0, 0  # epoch, lap, and mini-batches of it that are part of no update
         self._without_now: tuple[int, ...] = ()  # workers that skip the step
         self._done: tuple[int, EpochPortion] | None = None  # in which epoch
         # The same before steps that may have to be done again.
@@ -173,6 +175,7 @@ class EpochSampler(Sampler[int]):
             self._lap += 1
         if self._iterated != self.epoch or not self.ended:
             self._planned.clear()
+            self._dropped = 0, 0, 0
         self._steps.clear()
         self._iterated, self.ended = self.epoch, False
         begun = self._resumed(self._lap)
@@ -201,6 +204,7 @@ class EpochSampler(Sampler[int]):
         portion = self._planned.popleft() if self._planned else None
         if portion is not None:
             self._running, self._without_now = portion, portion.without
+            self._n_taken += 1
             if portion.cover is not None:
                 self._client.tickets.cover(portion.cover)
         return portion
@@ -222,15 +226,30 @@ class EpochSampler(Sampler[int]):
             version: of the parameters after it, if the step is to be remembered.
             owes: the masters lack steps before it.
         """
+        self._n_taken = 0
         if self._running is not None:
             self._former = self._former if owes else self._done
-            self._done = self.epoch, self._running
+            batches = self._running.batches - self._n_dropped
+            self._done = self.epoch, replace(self._running, batches=batches)
             if version is not None:
-                self._steps.append((version, self._running.batches))
+                self._steps.append((version, batches))
+
+    def drop(self) -> None:
+        """No update has the mini-batches that training has taken since the last step."""
+        if self._running is not None:
+            place = self.epoch, self._running.lap
+            self._dropped = *place, self._n_dropped + self._n_taken
+        self._n_taken = 0
+
+    @property
+    def _n_dropped(self) -> int:
+        """Of the current lap, as Lightning does not count them either."""
+        now = (self.epoch, self._running.lap) if self._running is not None else ()
+        return self._dropped[2] if self._dropped[:2] == now else 0
 
     def take_back(self, version: int) -> None:
         """The last step was broken off; ``version``: of the current parameters."""
-        self._done = self._former
+        self._done, self._n_taken = self._former, 0
         self._steps = [each for each in self._steps if each[0] <= version]
 
     def left_by(self, gone: Sequence[Gone]) -> Spans:

@@ -371,8 +371,10 @@ class Worker:
         self._rows = 0.0
         self._taken.pushes += 1
         counted = self._client.counted
-        if counted and self._sampler is not None:
+        if self._sampler is not None and counted:
             self._sampler.commit(self._client.version, self._session.owes)
+        elif self._sampler is not None:
+            self._sampler.drop()
         return counted
 
     def _check_once(self, gradients: Any) -> None:

@@ -12,8 +12,10 @@ Lightning's counters are set back to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from operator import or_
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     validate_from_beginning,
     validation_is_due,
 )
-from hybridtrain.lightning.hooks.points import Point, before
+from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import LoaderPass
 from hybridtrain.protocol.spans import Spans, positions
@@ -345,9 +347,11 @@ class EpochEnds:
         self._trainer, self._position = trainer, position
         self._found: dict[str, torch.Tensor] = {}  # the checkpoint's metrics
         self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts
+        self._kept: tuple[int, list[Any], list[Any]] | None = None  # before an epoch's schedules
         before(Point.FIT_RESET, trainer.fit_loop, self.settle)
         before(Point.BATCH, trainer.fit_loop.epoch_loop, self.go_on)
         before(Point.COLLECT, log_connector(trainer), self.allow)
+        around(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.keep_schedules)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The metrics as last collected: to collect anew, all workers would have to meet."""
@@ -364,6 +368,40 @@ class EpochEnds:
         if self._stepped is not None:
             set_logged_step(self._trainer, self._stepped)
             self._stepped = None
+
+    def keep_schedules(
+        self, proceed: Callable[..., None], interval: str, update_plateau_schedulers: bool
+    ) -> None:
+        """Schedules by epoch step behind this worker's last mini-batch; others may have some."""
+        if interval == "epoch" and not update_plateau_schedulers:
+            trainer = self._trainer
+            schedules = [
+                deepcopy(each.scheduler.state_dict()) if each.interval == "epoch" else None
+                for each in trainer.lr_scheduler_configs
+            ]
+            groups = [
+                [{name: group[name] for name in group.keys() - {"params"}} for group in groups]
+                for groups in (optimizer.param_groups for optimizer in trainer.optimizers)
+            ]
+            self._kept = self._position.epoch, schedules, groups
+        proceed(interval, update_plateau_schedulers)
+
+    def reopened(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint with schedules by epoch as before this worker's last mini-batch."""
+        if self._kept is None or self._kept[0] != self._position.epoch:
+            return checkpoint
+        _, schedules, groups = self._kept
+        states = zip(checkpoint["lr_schedulers"], schedules, strict=True)
+        optimizers = zip(checkpoint["optimizer_states"], groups, strict=True)
+        return checkpoint | {
+            "lr_schedulers": [now if kept is None else kept for now, kept in states],
+            "optimizer_states": [
+                state | {"param_groups": list(map(or_, state["param_groups"], kept))}
+                if "param_groups" in state
+                else state
+                for state, kept in optimizers
+            ],
+        }
 
     def settle(self) -> None:
         """Counters and schedulers are restored: restore metrics, step schedulers left out."""

@@ -285,6 +285,8 @@ class Loaders:
         """
         self._rng_state.commit()
         if not self._client.counted:  # it was dropped
+            for sampler in self.samplers:
+                sampler.drop()
             return
         version = self._client.expected_version
         for sampler in self.samplers:
@@ -340,6 +342,7 @@ class Loaders:
         ours = describe(epoch, batches, self.samplers, unseen, alone)
         if others_go_on(self.samplers, ours):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
+            checkpoint = self._ends.reopened(checkpoint)
         again = alone or self.under_way
         before = None if again else self._validation.before  # it follows a step
         if before is not None:

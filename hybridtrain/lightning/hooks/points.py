@@ -43,7 +43,8 @@ class Point(Enum):
     FETCH = "_on_before_fetch", "RejoinState.fetch"
     SCHEDULERS = (
         "update_lr_schedulers",
-        "LostSampleRedistribution.look StepRollback.keep_schedules UpdateCount.update",
+        "LostSampleRedistribution.look StepRollback.keep_schedules UpdateCount.update "
+        "EpochEnds.keep_schedules",
     )
     VALIDATION_DUE = "_should_check_val_fx", "WorkerCallback.validate_together Validations.is_due"
     # progress of mini-batches

@@ -308,6 +308,10 @@ class Absence:
         self.passed = True
         self.uncounted.put_back()
         self._has_had_some = self._had_some_before
+        if self._trainer.lightning_module.automatic_optimization:
+            # A resumed epoch may begin in a group, where Lightning does not zero gradients.
+            for optimizer in self._trainer.optimizers:
+                optimizer.zero_grad()
         forget_batch(self._trainer, and_its_size=True)
         self._client.heartbeat.beat(Doing.BETWEEN)
         self._schedule()

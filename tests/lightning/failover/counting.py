@@ -47,6 +47,18 @@ class Counting(pl.LightningModule):
         return torch.optim.Adam([self.w], lr=1.0, betas=(0.0, 0.0), eps=1e-30)
 
 
+class Scheduled(Counting):
+    """With a schedule by step and one by epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) for _ in range(2)]
+        by = ("step", "epoch")
+        return [optimizer], [
+            {"scheduler": s, "interval": i} for s, i in zip(schedules, by, strict=True)
+        ]
+
+
 class Looking(Counting):
     """Needs the mean of all gradients before it pushes."""
 

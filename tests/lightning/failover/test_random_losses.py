@@ -25,7 +25,7 @@ from pytorch_lightning.callbacks import (
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from tests.lightning.failover.counting import STRATEGIES, ByHand, Counting, Seen, counts_are
+from tests.lightning.failover.counting import STRATEGIES, ByHand, Scheduled, Seen, counts_are
 from tests.lightning.toys import make_trainer
 from tests.picking import but_slow
 
@@ -115,18 +115,6 @@ class Slow(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         time.sleep(self.step_s * (3 if trainer.global_rank == 0 else 1))
-
-
-class Scheduled(Counting):
-    """With a schedule by step and one by epoch."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) for _ in range(2)]
-        by = ("step", "epoch")
-        return [optimizer], [
-            {"scheduler": s, "interval": i} for s, i in zip(schedules, by, strict=True)
-        ]
 
 
 def callbacks_of(case: Case, folder: Path) -> list[pl.Callback]:
