@@ -150,8 +150,9 @@ def read_history(folder: Path) -> RunCurve:
         text = read_text(path, "the history", errors="replace")
     except UserError:
         return RunCurve(bad=int(os.path.lexists(path)))
+    text = text.replace("\0", "�").replace("\r\n", "\n").replace("\r", "�")
     whole, _, cut = text.rpartition("\n")
-    lines = list(csv.reader(io.StringIO(whole.replace("\0", "�"))))
+    lines = list(csv.reader(io.StringIO(whole)))
     names = lines[0] if lines else []
     if not set(ALWAYS) <= set(names):
         return RunCurve(bad=max(len(lines), 1))

@@ -6,8 +6,9 @@ import json
 import math
 import os
 import signal
+import sqlite3
 import sys
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from threading import Thread
@@ -236,6 +237,26 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(
     assert json.loads(Path("alone/search.json").read_text())["trials"] == trials
     more = command("-m", "resume=jobs", "hydra.sweeper.n_trials=5")
     assert more.code == 0 and len(json.loads(Path("jobs/search.json").read_text())["trials"]) == 5
+
+
+@pytest.mark.parametrize("damage", by_default(["gone", "empty", "no values"], "gone", "no values"))
+def test_a_search_without_its_study_does_not_run_finished_jobs_again(
+    command: Command, damage: str
+) -> None:
+    options = [*SEARCH, LR, "hydra.sweeper.n_trials=2"]
+    assert command(*options).code == 0
+    study, first = Path("jobs/study.db"), Path("jobs/0/summary.json").read_text()
+    if damage == "no values":
+        with closing(sqlite3.connect(study)) as database, database:
+            database.execute("delete from trial_values")
+    else:
+        study.unlink() if damage == "gone" else study.write_bytes(b"")
+    result = command("-m", "resume=jobs", "hydra.sweeper.n_trials=3")
+    assert result.code == 2
+    lost = "has no value of trial 0" if damage == "no values" else "has 0 trials"
+    assert f"jobs/study.db {lost}, but jobs/jobs.json has 2 finished jobs" in result.err
+    assert "Traceback" not in result.err
+    assert Path("jobs/0/summary.json").read_text() == first and not Path("jobs/2").exists()
 
 
 @pytest.mark.slow

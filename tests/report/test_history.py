@@ -53,6 +53,8 @@ def test_a_new_run_in_the_same_folder_begins_anew(tmp_path: Path) -> None:
         ("{head}\n1,1,0,1,5,2\n2,2,0,2,10,", [5], 1),  # killed in the middle of a row
         ("{head}\n1,1,0,1,5,2\n2,2,x,2,10,1\n3,3,0,3,15,1\n", [5, 15], 1),
         ("{head}\n1,1,0,1\n", [], 1),
+        ("{head}\n1,1,0\r,1,5,2\n2,2,0,2,10,1\n", [10], 1),
+        ("{head}\r\n1,1,0,1,5,2\r\n", [5], 0),  # saved by a spreadsheet
         ("{head}\n", [], 0),
         ("something,else\n1,2\n", None, 2),
         ("\x00\x01\xff", None, 1),

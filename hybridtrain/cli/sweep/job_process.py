@@ -115,7 +115,6 @@ def _forked_main(
     for signum in ending_signals():
         default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
         signal.signal(signum, default)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
     os.environ.clear()
     os.environ.update(_environment(resources))
     if resources.output is not None:
@@ -133,6 +132,7 @@ def _forked_main(
 
 
 def _hydra_job(context: HydraContext, task: TaskFunction, config: DictConfig) -> CommandOutcome:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())  # one may have come since the fork
     claim_new(Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir), "hydra.run.dir")
     done = run_job(
         hydra_context=context,

@@ -36,7 +36,7 @@ from hybridtrain.cli.validation.host_checks import check_directory
 from hybridtrain.cli.validation.target_checks import check_scheme
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report import charts
-from hybridtrain.report.runs import as_json, brief
+from hybridtrain.report.runs import JOBS_FILE, as_json, brief, read_mapping
 from hybridtrain.report.search import SEARCH_FILE
 from hybridtrain.util.files import short, write_whole
 from hybridtrain.util.option_types import Natural, Positive, typed
@@ -121,6 +121,8 @@ class OptunaSweeper(JobSweeper):
         direction = self.direction or ("maximize" if task.mode == "max" else "minimize")
         try:
             study = self._study(directory, direction)
+            if self.storage is None:
+                _check_trials(study, directory)
             search = Search(study, space, self.sampler, _seed_of(study, self.seed), directory)
             search.prepare(self.n_trials)
             resumed.sign(directory, self.sweep_config)
@@ -280,6 +282,25 @@ def combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
     values = [_grid_of(key, each) for key, each in space.items()]
     _check_size(math.prod(map(len, values)))
     return [dict(zip(space, each, strict=True)) for each in itertools.product(*values)]
+
+
+def _check_trials(study: optuna.Study, directory: Path) -> None:
+    """Check that the study knows all finished jobs of the sweep's directory, with their values.
+
+    Raises:
+        UserError: if it is lost or damaged, as those jobs would run again.
+    """
+    endings = read_mapping(directory / JOBS_FILE, []).values()
+    finished = sum(isinstance(each, dict) and each.get("exit") == 0 for each in endings)
+    trials = [x for x in study.get_trials() if x.state.is_finished()]
+    lacking = [x.number for x in trials if x.state.name == "COMPLETE" and not x.values]
+    if len(trials) < finished or lacking:
+        lost = f"has no value of trial {lacking[0]}" if lacking else f"has {len(trials)} trials"
+        raise UserError(
+            f"{short(directory / STUDY_FILE)} {lost}, but {short(directory / JOBS_FILE)} has "
+            f"{finished} finished jobs, which would run again; restore the file, or begin the "
+            "search anew in another hydra.sweep.dir"
+        )
 
 
 def _seed_of(study: optuna.Study, seed: int | None) -> int:

@@ -30,6 +30,7 @@ from hybridtrain.lightning.data.epoch_state import (
     is_settled,
 )
 from hybridtrain.lightning.hooks.loop_hooks import (
+    add_to_saved_logged_step,
     callback_metrics,
     is_at_last_batch,
     log_connector,
@@ -133,6 +134,8 @@ def count_from_zero(checkpoint: dict[str, Any]) -> None:
         for each in (counts["total"], counts["current"]):
             each.update({key: each[key] + missing for key in ("ready", "completed")})
         checkpoint["global_step"] += missing
+    loops = checkpoint["loops"]["fit_loop"]
+    add_to_saved_logged_step(loops, max(-saved_logged_step(loops), 0))
 
 
 def _step_counts(loops: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

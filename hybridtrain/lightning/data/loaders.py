@@ -41,6 +41,7 @@ from hybridtrain.lightning.data.user_loaders import (
     order_of,
     plan_of,
     shares_nothing,
+    warn_of_pairs,
     warn_of_repetition,
     with_batches,
 )
@@ -106,7 +107,7 @@ class Loaders:
         self._validation, *_ = [
             UnevenEvaluation(each, trainer, client, self._begin_evaluation) for each in loops
         ]
-        before(Point.EVALUATION, loop.val_loop, self._rng_state.begin_validation)
+        before(Point.EVALUATION, loop.val_loop, self.begin_validation)
         before(Point.FIT_RESET, trainer.fit_loop, self.set_epochs)
         before(Point.BATCHES, loop, self.begin_epoch)
 
@@ -217,6 +218,8 @@ class Loaders:
         begun = resumed.begun(number, plan) if resumed and goes_on else None
         self._tell(number, dataloader.dataset)
         kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
+        if number == 1 and kind is QueueSampler and self._client.n_workers > 1:
+            warn_of_pairs()
         self.samplers.append(kind(plan, epoch, self._client, number, begun))
         return self.samplers[-1]
 
@@ -378,6 +381,11 @@ class Loaders:
         if late:
             remeasure(self._trainer)
             self._moved = True
+
+    def begin_validation(self) -> None:
+        """Let the RNG state be the checkpoint's; Lightning isolates that of its sanity check."""
+        if not self._trainer.sanity_checking:
+            self._rng_state.begin_validation()
 
     def begin_epoch(self) -> None:
         """Let lengths and iterators be those of this epoch."""

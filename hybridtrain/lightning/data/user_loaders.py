@@ -214,6 +214,16 @@ def shares_nothing(loader: Any, chosen: bool) -> bool:
     return not any(isinstance(each, DistributedSampler) for each in samplers)
 
 
+def warn_of_pairs() -> None:
+    """Warn that mini-batches of several loaders are drawn independently of one another."""
+    rank_zero_warn(
+        "several training loaders were given with workers that run freely: each worker draws the "
+        "next mini-batch of every loader, so those of one step need not be the same place of "
+        "their loaders; if they belong together, give one loader of a StackDataset, or use "
+        "strategy=hybrid"
+    )
+
+
 def warn_of_repetition(loader: Any, stage: str, n_workers: int) -> None:
     """Warn that every worker uses each sample."""
     stream = isinstance(loader.dataset, IterableDataset)

@@ -52,7 +52,7 @@ class Point(Enum):
     # evaluation and prediction loops
     EVALUATION = (
         "run",
-        "RejoinState.count_break StepProfiler.validate RngState.begin_validation "
+        "RejoinState.count_break StepProfiler.validate Loaders.begin_validation "
         "UnevenEvaluation.run",
     )
     EVALUATION_DATA = "setup_data", "UnevenEvaluation.setup_data"

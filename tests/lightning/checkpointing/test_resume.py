@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.checkpointing.mid_epoch import read
+from hybridtrain.lightning.checkpointing.mid_epoch import count_from_zero, read
 from hybridtrain.training.samplers import EpochPlan, Seeded
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
@@ -310,6 +310,43 @@ def test_an_early_count_of_batches_does_not_mislead_the_samplers(tmp_path: Path)
         trainer = fitted("hybrid", 2, 4, module, loader, ckpt_path=path, **options)
         assert trainer.global_step == 12
         assert torch.equal(module.seen.detach(), torch.full((N,), 2 / 8))
+
+
+class Drops(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = torch.nn.Dropout(0.3)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_after_a_sanity_check_dropout_goes_on_where_the_epoch_ended(
+    workers: int, tmp_path: Path
+) -> None:
+    done = []
+    for path in (None, tmp_path / "epoch=0.ckpt"):
+        pl.seed_everything(7, verbose=False)
+        saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1 if path is None else 0)
+        options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 2}
+        trainer = make_trainer(
+            "hybrid", workers, callbacks=[saves], enable_checkpointing=True, **options
+        )
+        module, data = Drops(), regression_data()
+        loaders = DataLoader(data, 4, shuffle=True), DataLoader(data, 8)
+        trainer.fit(module, *loaders, ckpt_path=path, weights_only=False)
+        done.append(flat(module))
+    assert torch.equal(*done)
+
+
+def test_a_count_of_rows_below_zero_is_not_saved(tmp_path: Path) -> None:
+    """It is -1 where no update has been made in a first mini-batch, as within an evaluation."""
+    trainer = make_trainer("hybrid", 1, max_epochs=1)
+    trainer.fit(Census(), DataLoader(numbers(), 4))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    loops = checkpoint["loops"]["fit_loop"]
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = -1
+    count_from_zero(checkpoint)
+    assert loops["epoch_loop.state_dict"]["_batches_that_stepped"] == 0
 
 
 def test_several_loaders_go_on_each_from_its_own_place(tmp_path: Path) -> None:
