@@ -377,14 +377,22 @@ class EpochEnds:
     ) -> None:
         """Schedules by epoch step behind this worker's last mini-batch; others may have some."""
         if interval == "epoch" and not update_plateau_schedulers:
-            trainer = self._trainer
+            configs, optimizers = self._trainer.lr_scheduler_configs, self._trainer.optimizers
             schedules = [
                 deepcopy(each.scheduler.state_dict()) if each.interval == "epoch" else None
-                for each in trainer.lr_scheduler_configs
+                for each in configs
+            ]
+            # Those that a schedule by step drives, too, follow it until the file is written.
+            by_step = [
+                id(getattr(x.scheduler, "optimizer", None))
+                for x in configs
+                if x.interval != "epoch"
             ]
             groups = [
-                [{name: group[name] for name in group.keys() - {"params"}} for group in groups]
-                for groups in (optimizer.param_groups for optimizer in trainer.optimizers)
+                [{k: group[k] for k in group.keys() - {"params"}} for group in each.param_groups]
+                if any(schedules) and id(each) not in by_step
+                else []
+                for each in optimizers
             ]
             self._kept = self._position.epoch, schedules, groups
         proceed(interval, update_plateau_schedulers)
@@ -400,7 +408,7 @@ class EpochEnds:
             "lr_schedulers": [now if kept is None else kept for now, kept in states],
             "optimizer_states": [
                 state | {"param_groups": list(map(or_, state["param_groups"], kept))}
-                if "param_groups" in state
+                if kept and "param_groups" in state
                 else state
                 for state, kept in optimizers
             ],

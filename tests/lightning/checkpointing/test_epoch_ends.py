@@ -230,6 +230,7 @@ def test_which_a_callback_had_cut_short(over: bool) -> None:
 
     progress = SimpleNamespace(is_last_batch=False)
     loop = SimpleNamespace(restarting=True, batch_progress=progress, advance=nothing)
+    loop.update_lr_schedulers = nothing
     loop._should_check_val_fx = lambda fetcher: False
     fit_loop = SimpleNamespace(epoch_loop=loop, reset=nothing, _data_fetcher=None)
     connector = SimpleNamespace(on_epoch_end=nothing)
