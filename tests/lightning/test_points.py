@@ -74,7 +74,10 @@ def test_listeners_run_in_the_listed_order_however_they_are_added(added: tuple[i
         said.append("update")
         return f"{proceed(interval)} and more"
 
-    look.__qualname__, keep_schedules.__qualname__, update.__qualname__ = Point.SCHEDULERS.listeners
+    for function, name in zip(
+        (look, keep_schedules, update), Point.SCHEDULERS.listeners, strict=False
+    ):
+        function.__qualname__ = name
     loop = SimpleNamespace(update_lr_schedulers=lambda interval: said.append("own") or interval)
     for number in (*added, *added):  # a second time changes nothing
         if number == 2:
