@@ -229,10 +229,12 @@ class EpochSampler(Sampler[int]):
         self._n_taken = 0
         if self._running is not None:
             self._former = self._former if owes else self._done
-            batches = self._running.batches - self._n_dropped
-            self._done = self.epoch, replace(self._running, batches=batches)
+            done = self._running
+            if dropped := self._n_dropped:
+                done = replace(done, batches=done.batches - dropped)
+            self._done = self.epoch, done
             if version is not None:
-                self._steps.append((version, batches))
+                self._steps.append((version, done.batches))
 
     def drop(self) -> None:
         """No update has the mini-batches that training has taken since the last step."""

@@ -375,14 +375,14 @@ class EpochEnds:
     def keep_schedules(
         self, proceed: Callable[..., None], interval: str, update_plateau_schedulers: bool
     ) -> None:
-        """Schedules by epoch step behind this worker's last mini-batch; others may have some."""
+        """Keep schedules by epoch as before this worker's last mini-batch; others may have more."""
         if interval == "epoch" and not update_plateau_schedulers:
             configs, optimizers = self._trainer.lr_scheduler_configs, self._trainer.optimizers
             schedules = [
                 deepcopy(each.scheduler.state_dict()) if each.interval == "epoch" else None
                 for each in configs
             ]
-            # Those that a schedule by step drives, too, follow it until the file is written.
+            # Where a schedule by step changes the same groups, they follow it up to the save.
             by_step = [
                 id(getattr(x.scheduler, "optimizer", None))
                 for x in configs

@@ -18,6 +18,7 @@ from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover, know_the_loggers
 from hybridtrain.lightning.failover.rejoin import Rejoin, RejoinState
 from hybridtrain.lightning.hooks.loop_hooks import (
+    forget_group,
     is_at_last_batch,
     is_limited,
     logged_step,
@@ -131,7 +132,8 @@ class LostSampleRedistribution:
 
     def _go_on(self, left: list[Spans]) -> None:
         loop, fetcher = self._trainer.fit_loop.epoch_loop, training_fetcher(self._trainer)
-        self._end_group()
+        if forget_group(self._trainer):  # the last step was of a smaller one: its row counts
+            set_logged_step(self._trainer, logged_step(self._trainer) + 1)
         for sampler, spans in zip(self._loaders.samplers, left, strict=True):
             sampler.go_on(self._client.there, spans)
         self._position.change_lengths()
@@ -140,18 +142,6 @@ class LostSampleRedistribution:
         remeasure(self._trainer)
         iter(fetcher)
         fetcher.fetched += loop.batch_progress.current.ready
-
-    def _end_group(self) -> None:
-        """The last step may have been of a smaller group of accumulated mini-batches.
-
-        Then the next number is in the middle of a group, and Lightning, which goes by the number,
-        would not zero gradients, nor count a row.
-        """
-        trainer, batches = self._trainer, self._trainer.fit_loop.epoch_loop.batch_progress
-        if batches.current.ready % int(trainer.accumulate_grad_batches):
-            set_logged_step(trainer, logged_step(trainer) + 1)
-            for optimizer in trainer.optimizers:
-                optimizer.zero_grad()
 
     def _complain(self, left: list[Spans]) -> None:
         if self._is_at_end and self._client.is_leader:

@@ -58,6 +58,18 @@ def accumulates(trainer: Any) -> bool:
     return bool(trainer.fit_loop.epoch_loop._should_accumulate())
 
 
+def forget_group(trainer: Any) -> bool:
+    """Zero gradients if the next mini-batch is within a group of accumulated ones, by its number.
+
+    Lightning zeroes them where a group begins, and would add to them. Returns whether it is within.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    within = batches % int(trainer.accumulate_grad_batches) > 0
+    for optimizer in trainer.optimizers if within else ():
+        optimizer.zero_grad()
+    return within
+
+
 # ---- decisions ----------------------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stoppin
 from hybridtrain.lightning.hooks.loop_hooks import (
     fetched_batches,
     forget_batch,
+    forget_group,
     is_at_last_batch,
     logged_step,
     put_back_metric,
@@ -308,10 +309,6 @@ class Absence:
         self.passed = True
         self.uncounted.put_back()
         self._has_had_some = self._had_some_before
-        if self._trainer.lightning_module.automatic_optimization:
-            # A resumed epoch may begin in a group, where Lightning does not zero gradients.
-            for optimizer in self._trainer.optimizers:
-                optimizer.zero_grad()
         forget_batch(self._trainer, and_its_size=True)
         self._client.heartbeat.beat(Doing.BETWEEN)
         self._schedule()
@@ -394,6 +391,7 @@ class Uncounted:
             del results[key]
         for key, kept in self._results.items():
             vars(results[key]).update(kept)
+        forget_group(self._trainer)  # a resumed epoch may begin within one
         for metric, state in self._metrics:
             put_back_metric(metric, state)
         for buffer, value in self._buffers:
