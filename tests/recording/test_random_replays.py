@@ -219,7 +219,7 @@ def loaders_of(case: Case) -> dict[str, Any]:
 
 
 def came_home(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-    """Whatever a run leaves behind, but losses of a worker, as it is to be compared."""
+    """Metrics, weights, counts and schedules after a run."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     schedules = [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]
     weights = {name: value.tolist() for name, value in module.state_dict().items()}

@@ -349,6 +349,31 @@ def test_a_count_of_rows_below_zero_is_not_saved(tmp_path: Path) -> None:
     assert loops["epoch_loop.state_dict"]["_batches_that_stepped"] == 0
 
 
+class Halved(Census):
+    """Worker 1 is slow; the learning rate is halved behind each epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.2 * (self.global_rank == 1))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def test_a_file_of_an_epoch_that_others_go_on_with_has_its_learning_rate(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
+    options: dict[str, Any] = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 2}
+    fitted("async", 2, 4, Halved(), DataLoader(numbers(), 4), **options)
+    found = [torch.load(path, weights_only=True) for path in tmp_path.glob("*.ckpt")]
+    left = [any(loader["spans"] for loader in x["hybridtrain"]["loaders"]) for x in found]
+    for each, goes_on in zip(found, left, strict=True):
+        (schedule,), (group,) = each["lr_schedulers"], each["optimizer_states"][0]["param_groups"]
+        epoch = each["epoch"] + (not goes_on)
+        assert (schedule["last_epoch"], group["lr"]) == (epoch, 0.5**epoch)
+    assert True in left
+
+
 def test_several_loaders_go_on_each_from_its_own_place(tmp_path: Path) -> None:
     class Pair(Census):
         def __init__(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hybridtrain import HybridStrategy
@@ -51,6 +53,19 @@ def test_a_stream_that_is_not_dealt_is_warned_of() -> None:
         warn_of_repetition(stream, "train", 2)
     with pytest.warns(UserWarning, match="use_distributed_sampler=False was given"):
         warn_of_repetition(kept, "train", 2)
+
+
+@pytest.mark.filterwarnings("error:several training loaders")
+@pytest.mark.parametrize(("policy", "warns"), [("async", True), ("hybrid", False)])
+def test_pairs_of_loaders_are_warned_of_where_workers_run_freely(policy: str, warns: bool) -> None:
+    class First(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[0], batch_idx)
+
+    trainer, data = make_trainer(policy, 2, max_epochs=1), regression_data(16)
+    both = CombinedLoader([DataLoader(data, 4), DataLoader(data, 4)], "min_size")
+    with pytest.raises(UserWarning, match="StackDataset") if warns else nullcontext():
+        trainer.fit(First(), both)
 
 
 def test_so_is_a_loader_that_the_user_keeps_for_himself() -> None:
