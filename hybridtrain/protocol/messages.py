@@ -244,7 +244,8 @@ class Draw:
     is left, return one that does not count. ``visits``: draw from shards. ``most``: so many
     mini-batches at once, while plenty are left. ``limited``: each worker has its own number of
     mini-batches, so a faster one does not draw those of a slower one. ``last``: this one is its
-    last; do not request another with the next push.
+    last; do not request another with the next push. ``several``: a step has a mini-batch of several
+    loaders.
     """
 
     lap: LoaderPass
@@ -259,6 +260,7 @@ class Draw:
     most: int = 1
     limited: bool = False
     last: bool = False
+    several: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +272,13 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Update the worker's parameters, after these ``writes`` of user code."""
+    """Update the worker's parameters, after these ``writes`` of user code.
+
+    ``alike``: all workers make them in the same hook, between meetings: they count once.
+    """
 
     writes: Writes = field(default_factory=dict)
+    alike: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ A pass may be cut into shards, equal parts of its order. A worker then draws som
 one shard and moves to the one visited least (Liu et al. 2024, arXiv:2401.09135, whose workers
 change their shard with every round).
 
+Where a step has a mini-batch of several loaders, those of the same length and batch sizes are drawn
+from together: a worker gets the same positions of each.
+
 Where a pass is one evaluation (``backs_up``), a worker that finds nothing left gets a mini-batch
 that another one has drawn and would probably end later. Each says when it has processed one
 (``claim``), and only the first counts, so that every mini-batch is in one worker's sum.
@@ -36,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, StepRequest, Ticket
 from hybridtrain.protocol.spans import Span, Spans, common, merged, split, total, without
@@ -90,12 +93,30 @@ def end_sooner(own: float, rest: float, speeds: Sequence[float], last: float) ->
 
 
 @dataclass
+class _Steps:
+    """A worker's steps in loaders that are drawn from together, since it began their passes."""
+
+    tickets: list[Ticket] = field(default_factory=list)  # of each step
+    n_drawn: Counter[int] = field(default_factory=Counter)  # by loader
+
+    def begin(self, loader: int) -> bool:
+        """The loader begins its pass; whether it is the first one, so that all begin anew."""
+        anew = not self.n_drawn or loader in self.n_drawn
+        if anew:
+            self.tickets.clear()
+            self.n_drawn.clear()
+        self.n_drawn[loader] = 0
+        return anew
+
+
+@dataclass
 class _Pass:
     """One pass over one loader."""
 
+    request: Draw  # the first one
     spans: Spans  # the whole pass
-    least: tuple[int, ...]  # the smallest mini-batch that each worker can draw
-    limited: bool = False  # each worker has its own number of mini-batches
+    first: _Pass | None = None  # of a loader that is drawn from together with this one
+    steps: dict[int, _Steps] = field(default_factory=dict)  # by worker, if it is the first
     served: set[int] = field(default_factory=set)  # workers that have drawn
     drawn: dict[int, list[Spans]] = field(default_factory=dict)  # not done yet
     claimed: dict[int, list[Spans]] = field(default_factory=dict)  # done, part of no update yet
@@ -108,6 +129,17 @@ class _Pass:
 
     def __post_init__(self) -> None:
         self.left = self.spans  # not drawn
+
+    def is_like(self, request: Draw) -> bool:
+        """Whether the request is for the same pass over another loader of the same kind."""
+        kind = attrgetter(
+            "several", "lap.epoch", "lap.number", "spans", "length", "sizes", "drop_last"
+        )
+        return request.several and kind(self.request) == kind(request)
+
+    def least(self, worker: int) -> int:
+        """The smallest mini-batch that the worker can draw."""
+        return self.request.sizes[worker] if self.request.drop_last else 1
 
     def offer(self, worker: int, request: Draw) -> Spans:
         """The positions that the worker could draw, the next ones first."""
@@ -134,6 +166,15 @@ class _Pass:
         self.left = rest if offered is self.left else without(self.left, drawn)
         self.drawn.setdefault(worker, []).append(drawn)
         return drawn
+
+    def follow(self, worker: int, ticket: Ticket) -> None:
+        """Draw what the worker has drawn from another loader in the same step."""
+        self.served.add(worker)
+        for spans in (ticket.spans, *ticket.more) if ticket.counts and ticket.spans else ():
+            self.left = without(self.left, spans)
+            self.drawn.setdefault(worker, []).append(spans)
+        if not ticket.counts or total(ticket.spans) < self.request.sizes[worker]:
+            self.ended.add(worker)
 
     def take_more(self, worker: int, request: Draw) -> tuple[Spans, ...]:
         """Draw more mini-batches, as many as the worker will surely finish in time.
@@ -165,7 +206,7 @@ class _Pass:
 
     def suffices(self, worker: int) -> bool:
         """Whether the worker can draw from what is left."""
-        return total(self.left) >= self.least[worker]
+        return total(self.left) >= self.least(worker)
 
     def held(self, worker: int) -> int:
         """The number of positions that the worker has drawn and not done yet."""
@@ -269,8 +310,33 @@ class BatchQueue:
             self._settle_made()  # else mini-batches of steps just made would return to the queue
         one = self._pass(request)
         self._away.discard(worker)
+        if request.several:
+            return self._draw_together(one, worker, request)
         if request.begins:
             one.give_back(worker)
+        return self._next(one, worker, request)
+
+    def _draw_together(self, one: _Pass, worker: int, request: Draw) -> Ticket:
+        """What the worker has drawn, or first draws, from another loader in the same step.
+
+        Loader processes draw ahead, so any loader may be the first to ask.
+        """
+        first, loader = one.first or one, request.lap.loader
+        steps = first.steps.setdefault(worker, _Steps())
+        if request.begins:
+            anew = steps.begin(loader)
+            for each in {id(one): one, id(first): first}.values():
+                if anew or each is not first:
+                    each.give_back(worker)
+        step = steps.n_drawn[loader]
+        steps.n_drawn[loader] += 1
+        if step == len(steps.tickets):
+            steps.tickets.append(self._next(first, worker, request))
+        if one is not first:
+            one.follow(worker, steps.tickets[step])
+        return steps.tickets[step]
+
+    def _next(self, one: _Pass, worker: int, request: Draw) -> Ticket:
         fresh = worker not in one.served
         one.served.add(worker)
         kept = 0 if request.batches_per_turn else self._kept(one, request, fresh, worker)
@@ -294,7 +360,7 @@ class BatchQueue:
 
     def _may_double(self, request: Draw) -> bool:
         """Whether any worker may process any mini-batch, which is the only one of its step."""
-        return self.backs_up and not request.limited and len(self._passes) == 1
+        return self.backs_up and not (request.limited or request.several)
 
     def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
         """Positions reserved for workers without a mini-batch; if ``fresh``, for the first only."""
@@ -309,8 +375,9 @@ class BatchQueue:
             del self._passes[lap]  # all workers have met since
         if request.lap not in self._passes:
             over = any(lap.epoch > epoch for lap in self._passes)  # this epoch has ended
-            least = request.sizes if request.drop_last else (1,) * len(request.sizes)
-            self._passes[request.lap] = _Pass(() if over else request.spans, least, request.limited)
+            alike = [one for one in self._passes.values() if one.is_like(request)]
+            first = (alike[0].first or alike[0]) if alike else None
+            self._passes[request.lap] = _Pass(request, () if over else request.spans, first)
         return self._passes[request.lap]
 
     def settle(self, worker: int, covers: tuple[DrawnBatch, ...]) -> None:
@@ -363,8 +430,9 @@ class BatchQueue:
         """The mini-batches that the worker has finished and not reported."""
         self._settle_made()
         n = 0 if self.covered is None else self.covered(worker) - self._told[worker]
-        own = [(lap, one.drawn.get(worker, [])) for lap, one in self._passes.items()]
-        return [DrawnBatch(lap, spans) for lap, drawn in own for spans in drawn][: max(n, 0)]
+        own = [(lap, enumerate(one.drawn.get(worker, []))) for lap, one in self._passes.items()]
+        drawn = [(step, DrawnBatch(lap, spans)) for lap, each in own for step, spans in each]
+        return [batch for _, batch in sorted(drawn, key=itemgetter(0))][: max(n, 0)]
 
     def is_last_chance(self, covers: tuple[DrawnBatch, ...]) -> bool:
         """Whether no worker would draw these mini-batches if they were returned."""
@@ -379,7 +447,8 @@ class BatchQueue:
         for lap in {cover.lap for cover in covers} & self._passes.keys():
             one = self._passes[lap]
             own = merged([span for cover in covers if cover.lap == lap for span in cover.spans])
-            if not one.limited and total(without(one.unseen(), own)) >= min(one.least):
+            least = min(map(one.least, range(len(one.request.sizes))))
+            if not one.request.limited and total(without(one.unseen(), own)) >= least:
                 return False
         return True
 
@@ -402,6 +471,7 @@ class BatchQueue:
         del self._told[worker]
         for one in self._passes.values():
             one.give_back(worker)
+            one.steps.pop(worker, None)
         return samples
 
     def has_left(self, there: set[int]) -> bool:
@@ -410,7 +480,9 @@ class BatchQueue:
         A worker that continues from an earlier report may be one epoch behind.
         """
         epoch = min((lap.epoch for lap in self._passes), default=0)
-        passes = [one for lap, one in self._passes.items() if lap.epoch == epoch]
+        # A loader that ends before others may have begun its next pass.
+        laps = [(lap, one) for lap, one in self._passes.items() if one.first is None]
+        passes = [one for lap, one in laps if lap[1:] == (epoch, 0)]
         return any(one.suffices(each) for one in passes for each in there)
 
     def unseen(self) -> dict[LoaderPass, Spans]:

@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from torch.utils.data import Sampler
@@ -77,7 +78,8 @@ class EpochPlan:
     ``batches_per_turn``: of a worker; 0: workers take no turns. ``fills``: whether a worker without
     samples in a step gets a filler, up to the ``last`` step that it takes part in (``None``: the
     last with samples of this loader). ``visits``: shards to draw from. ``limit``: mini-batches of
-    each worker, which does others in place of dropped ones if it ``redoes`` them.
+    each worker, which does others in place of dropped ones if it ``redoes`` them. ``several``:
+    whether a step has a mini-batch of several loaders.
     """
 
     order: Order
@@ -91,6 +93,12 @@ class EpochPlan:
     visits: Visits | None = None
     limit: Callable[[], float] = lambda: math.inf
     redoes: bool = False
+    several: Callable[[], bool] = lambda: False
+
+    def is_like(self, other: EpochPlan) -> bool:
+        """Whether each step may have the same positions of both loaders."""
+        kind = attrgetter("length", "sizes", "drop_last")
+        return kind(self) == kind(other)
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ class EpochSampler(Sampler[int]):
         self._iterated: int | None = None  # the epoch of the current lap
         self.source = begun.order if begun else plan.order  # of the current lap's order
         self.order: Sequence[int] = ()
-        self._lap = 0
+        self.lap = 0
         self.ended = False  # the current pass has nothing more for this worker
         # Workers that share the next passes.
         self.crew = begun.crew if begun and begun.crew else client.there
@@ -170,15 +178,15 @@ class EpochSampler(Sampler[int]):
         """Begin a lap: the epoch's order, the spans to do, mini-batches done before."""
         if self._iterated != self.epoch:
             first = self._resumed()
-            self._lap = first.lap if first else 0
+            self.lap = first.lap if first else 0
         elif self.ended:
-            self._lap += 1
+            self.lap += 1
         if self._iterated != self.epoch or not self.ended:
             self._planned.clear()
             self._dropped = 0, 0, 0
         self._steps.clear()
         self._iterated, self.ended = self.epoch, False
-        begun = self._resumed(self._lap)
+        begun = self._resumed(self.lap)
         self.source = (begun or self.plan).order
         self.order = self.source(self.epoch)
         if begun:
@@ -197,7 +205,7 @@ class EpochSampler(Sampler[int]):
         unknown = self.plan.items_are_batches and n_samples > 0
         weight = None if unknown else float(n_samples)
         known = None if self.plan.items_are_batches or together is None else float(together)
-        self._planned.append(EpochPortion(weight, self._lap, batches, done, cover, known, without))
+        self._planned.append(EpochPortion(weight, self.lap, batches, done, cover, known, without))
 
     def next_portion(self) -> EpochPortion | None:
         """Training takes the next mini-batch; ``None``: this sampler has not planned it."""
@@ -258,9 +266,21 @@ class EpochSampler(Sampler[int]):
         """Positions of the current pass that these workers have not done."""
         return ()
 
-    def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
-        """Let ``crew`` share these positions of the current pass in the next iteration."""
+    @property
+    def place(self) -> tuple[int, int]:
+        """The current lap, and mini-batches done."""
+        return self.lap, self._done[1].batches if self._done is not None else 0
+
+    def go_on(
+        self, crew: tuple[int, ...], spans: Spans, place: tuple[int, int] | None = None
+    ) -> None:
+        """Let ``crew`` share these positions of the pass in the next iteration.
+
+        ``place``: the ``place`` of this sampler, if it is another than the current one.
+        """
         self.crew, self.ended = crew, False
+        if place is not None:
+            self.lap, self.source = place[0], (self._resumed(place[0]) or self.plan).order
 
     def shares_with(self, crew: tuple[int, ...]) -> None:
         """Let ``crew`` share the next passes."""
@@ -327,11 +347,13 @@ class ShareSampler(EpochSampler):
                 left += [self._positions[place] for share in shares for place in share]
         return merged((position, position + 1) for position in left)
 
-    def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
-        super().go_on(crew, spans)
+    def go_on(
+        self, crew: tuple[int, ...], spans: Spans, place: tuple[int, int] | None = None
+    ) -> None:
+        super().go_on(crew, spans, place)
         self._left = None  # it may have samples again
-        batches = self._done[1].batches if self._done is not None else 0
-        self._begun = Begun(self.epoch, self.source, spans, batches, self._lap)
+        _, batches = place or self.place
+        self._begun = Begun(self.epoch, self.source, spans, batches, self.lap)
 
     def _todo(self) -> tuple[int, int]:
         """Positions left of the epoch's first lap, and mini-batches done before."""
@@ -348,7 +370,7 @@ class ShareSampler(EpochSampler):
 
     def _without(self, step: int, rest: int) -> tuple[int, ...]:
         """Workers that sit out a step, a global mini-batch of only ``rest`` places."""
-        if rest >= sum(self._sizes) or self._lap:
+        if rest >= sum(self._sizes) or self.lap:
             return ()
         last = self.plan.last or self.last_step
         return tuple(worker for worker in self.crew if last(worker) < step)
@@ -398,15 +420,17 @@ class QueueSampler(EpochSampler):
 
     _reopened = False  # the next iteration does what lost workers have left
 
-    def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
-        super().go_on(crew, spans)
+    def go_on(
+        self, crew: tuple[int, ...], spans: Spans, place: tuple[int, int] | None = None
+    ) -> None:
+        super().go_on(crew, spans, place)
         self._reopened = True
 
     def __iter__(self) -> Iterator[int]:
         order, spans, batches = self._begin()
-        lap, begins = LoaderPass(self.number, self.epoch, self._lap), True
+        lap, begins = LoaderPass(self.number, self.epoch, self.lap), True
         plan, n_drawn = self.plan, self.batch_size
-        fills, limit = plan.fills(), plan.limit()
+        fills, limit, several = plan.fills(), plan.limit(), plan.several()
         # The rest of a reopened pass is not dealt in turns.
         in_turn = 0 if self._reopened else plan.batches_per_turn()
         self._reopened = False
@@ -417,6 +441,7 @@ class QueueSampler(EpochSampler):
                 visits=plan.visits,
                 limited=limit < math.inf,
                 last=batches + 1 >= limit,
+                several=several,
             )
             ticket = self._client.draw(ask)
             begins, batches, n_drawn = False, batches + 1, total(ticket.spans)

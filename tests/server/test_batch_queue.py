@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,63 @@ def test_with_fewer_batches_than_workers_the_first_has_one_and_those_left_over_n
     filler = Ticket(((0, 3),), counts=False) if fills else Ticket(())
     assert queue.draw(1, ask) == filler
     assert [queue.draw(w, ask).spans for w in range(3)] == [(), (), ()]
+
+
+def pair(length: int, sizes: tuple[int, ...], **options: Any) -> tuple[Draw, Draw]:
+    one = replace(draw(length, sizes), several=True, **options)
+    return one, replace(one, lap=LoaderPass(1, 0))
+
+
+def test_loaders_that_are_alike_give_the_same_positions_in_each_step() -> None:
+    queue, (one, other) = BatchQueue({0, 1}), pair(9, (2, 2))
+    begun = [replace(each, begins=True) for each in (one, other)]
+    first = queue.draw(0, begun[0])
+    assert queue.draw(1, begun[1]) == queue.draw(1, begun[0]), "any loader may be asked first"
+    drawn = [queue.draw(0, one) for _ in range(2)]  # by a loader that fetches ahead
+    assert [queue.draw(0, each) for each in (begun[1], other, other)] == [first, *drawn]
+    left = queue.unseen()
+    assert left[FIRST] == left[other.lap]
+
+
+def test_in_a_new_iteration_they_are_drawn_from_anew() -> None:
+    queue, (one, other) = BatchQueue({0}), pair(6, (2,))
+    begun = [replace(each, begins=True) for each in (one, other)]
+    drawn = [queue.draw(0, each) for each in (*begun, one, *begun, one, other)]
+    assert drawn[3:] == [drawn[0], drawn[1], Ticket(((2, 4),)), Ticket(((2, 4),))]
+    assert set(queue.unseen().values()) == {((0, 6),)}
+
+
+def test_several_mini_batches_drawn_at_once_are_those_of_all_loaders() -> None:
+    queue, (one, other) = BatchQueue({0}), pair(40, (1,), most=8)
+    for step in range(2):
+        begins = step == 0
+        tickets = [queue.draw(0, replace(each, begins=begins)) for each in (one, other)]
+        assert tickets[0] == tickets[1]
+        queue.settle(0, tuple(DrawnBatch(each.lap, tickets[0].spans) for each in (one, other)))
+    assert tickets[0].more
+    left = queue.unseen()
+    assert left[FIRST] == left[other.lap] == ((2, 40),)
+    queue.lost(0)
+    assert queue.draw(0, replace(other, begins=True)).spans == ((2, 3),)
+
+
+@pytest.mark.parametrize("unlike", [{"length": 8, "spans": ((0, 8),)}, {"drop_last": True}])
+def test_loaders_that_differ_are_drawn_from_on_their_own(unlike: dict[str, Any]) -> None:
+    queue, (one, other) = BatchQueue({0, 1}), pair(9, (2, 2))
+    other = replace(other, **unlike)
+    assert queue.draw(0, one) == Ticket(((0, 2),))
+    assert queue.draw(1, other) == Ticket(((0, 2),))
+    assert queue.draw(1, one) == Ticket(((2, 4),))
+
+
+def test_steps_of_a_lost_worker_that_the_server_does_not_know_have_all_their_loaders() -> None:
+    queue, (one, other) = BatchQueue({0, 1}, covered=lambda worker: 4), pair(8, (1, 1))
+    for step in range(3):
+        for each in (one, other):
+            queue.draw(0, replace(each, begins=step == 0))
+    assert [(each.lap, each.spans) for each in queue.untold(0)] == [
+        (each.lap, ((step, step + 1),)) for step in range(2) for each in (one, other)
+    ]
 
 
 def test_nothing_is_kept_for_the_first_while_it_is_away() -> None:

@@ -41,6 +41,7 @@ from hybridtrain.lightning.data.user_loaders import (
     order_of,
     plan_of,
     shares_nothing,
+    warn_of_dropped,
     warn_of_pairs,
     warn_of_repetition,
     with_batches,
@@ -176,6 +177,8 @@ class Loaders:
         several = client.n_workers > 1 and mode != RunningStage.PREDICTING
         if several and shares_nothing(dataloader, chosen):
             if option == "deal":
+                if mode == RunningStage.TRAINING and self._requirements.drops_late:
+                    warn_of_dropped(dataloader)
                 return Dealing(prepared, client.worker, client.n_workers)
             if option is None:
                 warn_of_repetition(dataloader, str(mode.value), client.n_workers)
@@ -208,6 +211,7 @@ class Loaders:
             visits=None if shards is None else Visits(shards["number"], shards["visit"]),
             limit=self._limit_now,
             redoes=self._requirements.drops_late,
+            several=self._has_several,
         )
         if plan.drop_last and self._requirements.evaluates:
             raise UserError(
@@ -218,8 +222,8 @@ class Loaders:
         begun = resumed.begun(number, plan) if resumed and goes_on else None
         self._tell(number, dataloader.dataset)
         kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
-        if number == 1 and kind is QueueSampler and self._client.n_workers > 1:
-            warn_of_pairs()
+        if kind is QueueSampler and self._client.n_workers > 1:
+            warn_of_pairs(plan, self.samplers)
         self.samplers.append(kind(plan, epoch, self._client, number, begun))
         return self.samplers[-1]
 
@@ -232,10 +236,20 @@ class Loaders:
         """Mini-batches of one worker's turn: those of one optimizer step; 0: no turns."""
         return int(self._trainer.accumulate_grad_batches) if self._requirements.takes_turns else 0
 
+    def _has_several(self) -> bool:
+        return len(combined_loader(self._trainer.fit_loop).flattened) > 1
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether a step has the same positions of all training loaders."""
+        n, plans = len(self.samplers), [sampler.plan for sampler in self.samplers]
+        n_all = len(combined_loader(self._trainer.fit_loop).flattened)
+        return n == n_all > 0 and all(plan.is_like(plans[0]) for plan in plans)
+
     def _fills(self) -> bool:
         """Whether a loader must not end early: in a cycle, or where the user's step fetches."""
-        combined = combined_loader(self._trainer.fit_loop)
-        cycles = combination_of(combined) == "max_size_cycle" and len(combined.flattened) > 1
+        mode = combination_of(combined_loader(self._trainer.fit_loop))
+        cycles = mode == "max_size_cycle" and self._has_several()
         return cycles or step_fetches(self._trainer.lightning_module)
 
     def _last_step(self, worker: int) -> float:

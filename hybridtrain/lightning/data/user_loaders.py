@@ -9,7 +9,7 @@ that the user shares out alone, keep their samples.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     rebuilt,
     takes_a_sampler,
 )
-from hybridtrain.training.samplers import EpochPlan, Order, Seeded, drawn
+from hybridtrain.training.samplers import EpochPlan, EpochSampler, Order, Seeded, drawn
 from hybridtrain.worker.client import Client
 
 
@@ -214,14 +214,24 @@ def shares_nothing(loader: Any, chosen: bool) -> bool:
     return not any(isinstance(each, DistributedSampler) for each in samplers)
 
 
-def warn_of_pairs() -> None:
-    """Warn that mini-batches of several loaders are drawn independently of one another."""
+def warn_of_dropped(loader: Any) -> None:
+    """Warn that no worker can fetch a dropped mini-batch of a dealt loader again."""
     rank_zero_warn(
-        "several training loaders were given with workers that run freely: each worker draws the "
-        "next mini-batch of every loader, so those of one step need not be the same place of "
-        "their loaders; if they belong together, give one loader of a StackDataset, or use "
-        "strategy=hybrid"
+        "strategy.iterable=deal was given with a policy that drops late mini-batches: those of a "
+        f"dealt {type(loader.dataset).__name__} cannot be fetched again, so no update has them; "
+        "give a loader whose samples can be chosen, or use strategy=hybrid or async"
     )
+
+
+def warn_of_pairs(plan: EpochPlan, others: Sequence[EpochSampler]) -> None:
+    """Warn that mini-batches of unlike loaders are drawn independently of one another."""
+    if not all(plan.is_like(other.plan) for other in others):
+        rank_zero_warn(
+            "several training loaders of different lengths or batch sizes were given with workers "
+            "that run freely: each worker draws the next mini-batch of every loader, so those of "
+            "one step need not be the same place of their loaders; if they belong together, give "
+            "one loader of a StackDataset, or use strategy=hybrid"
+        )
 
 
 def warn_of_repetition(loader: Any, stage: str, n_workers: int) -> None:

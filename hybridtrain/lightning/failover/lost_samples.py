@@ -104,9 +104,10 @@ class LostSampleRedistribution:
         client, samplers = self._client, self._loaders.samplers
         client.gather("who is there", None)
         left = [sampler.left_by(client.gone) for sampler in samplers]
+        behind = min(range(len(left)), key=lambda number: samplers[number].lap)
         if client.left or any(left):
-            if all(client.gather("whether to make it up", self._can(len(samplers)))):
-                self._go_on(left)
+            if all(client.gather("whether to make it up", self._can)):
+                self._go_on(left[behind])
                 return
             self._complain(left)
         if not self._position.on(EpochEvent.ALL_MEET):
@@ -118,24 +119,27 @@ class LostSampleRedistribution:
             for sampler in samplers:
                 sampler.shares_with(client.there)
 
-    def _can(self, n_loaders: int) -> bool:
+    @property
+    def _can(self) -> bool:
         """Whether this worker is at the end of an epoch that can be made longer."""
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         whole = not is_limited(trainer) and not trainer.overfit_batches
         enough = loop.max_steps != -1 and loop.global_step >= loop.max_steps
         enough = enough or trainer.should_stop
-        return self._is_at_end and n_loaders == 1 and whole and not enough
+        return self._is_at_end and self._loaders.are_alike and whole and not enough
 
     @property
     def _is_at_end(self) -> bool:
         return self._position.state is EpochState.AT_END
 
-    def _go_on(self, left: list[Spans]) -> None:
+    def _go_on(self, left: Spans) -> None:
         loop, fetcher = self._trainer.fit_loop.epoch_loop, training_fetcher(self._trainer)
         if forget_group(self._trainer):  # the last step was of a smaller one: its row counts
             set_logged_step(self._trainer, logged_step(self._trainer) + 1)
-        for sampler, spans in zip(self._loaders.samplers, left, strict=True):
-            sampler.go_on(self._client.there, spans)
+        # The first loader to end may have begun another pass; it alone may count a skipped step.
+        laps, batches = zip(*[sampler.place for sampler in self._loaders.samplers], strict=True)
+        for sampler in self._loaders.samplers:
+            sampler.go_on(self._client.there, left, (min(laps), max(batches)))
         self._position.change_lengths()
         self._position.on(EpochEvent.IS_CONTINUED)
         loop.batch_progress.is_last_batch = False
@@ -149,6 +153,6 @@ class LostSampleRedistribution:
             some = f"{n_left} samples" if n_left else "some samples"
             rank_zero_warn(
                 f"{some} that workers which are gone would have done are not trained on in this "
-                "epoch: a stop, max_steps or limit_train_batches ends it, or there are several "
-                "loaders"
+                "epoch: a stop, max_steps or limit_train_batches ends it, or there are loaders of "
+                "different lengths or batch sizes"
             )

@@ -177,7 +177,8 @@ class Absence:
     def _look_who_waits(self) -> None:
         if not self._whole_rounds or self._sits_out:
             return
-        if any(sampler.pop_without() for sampler in self._loaders.samplers):
+        without = [sampler.pop_without() for sampler in self._loaders.samplers]  # of each
+        if any(without):
             self._to_come = [_READY, _MADE, _ENDED]
 
     def gated(self, closure: Callable[[], Any]) -> Callable[[], Any]:

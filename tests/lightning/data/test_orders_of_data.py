@@ -43,6 +43,13 @@ def test_a_stream_is_dealt_each_sample_once(policy: str, n: int, workers: int) -
     assert seen(DataLoader(Stream(n), 4), workers, policy=policy, iterable="deal") == n
 
 
+@pytest.mark.filterwarnings("error:strategy.iterable=deal")
+@pytest.mark.parametrize(("policy", "drops"), [("backup", True), ("async", False)])
+def test_a_dealt_stream_under_a_policy_that_drops_is_warned_of(policy: str, drops: bool) -> None:
+    with pytest.raises(UserWarning, match="no update has them") if drops else nullcontext():
+        seen(DataLoader(Stream(12), 4), 3, policy=policy, iterable="deal")
+
+
 def test_a_stream_that_is_not_dealt_is_warned_of() -> None:
     stream, kept = DataLoader(Stream(8), 4), DataLoader(regression_data(8), 4)
     assert shares_nothing(stream, False) and shares_nothing(kept, False)
@@ -56,14 +63,18 @@ def test_a_stream_that_is_not_dealt_is_warned_of() -> None:
 
 
 @pytest.mark.filterwarnings("error:several training loaders")
-@pytest.mark.parametrize(("policy", "warns"), [("async", True), ("hybrid", False)])
-def test_pairs_of_loaders_are_warned_of_where_workers_run_freely(policy: str, warns: bool) -> None:
+@pytest.mark.parametrize(
+    ("policy", "second", "warns"), [("async", 2, True), ("async", 4, False), ("hybrid", 2, False)]
+)
+def test_unlike_loaders_are_warned_of_where_workers_run_freely(
+    policy: str, second: int, warns: bool
+) -> None:
     class First(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch[0], batch_idx)
 
     trainer, data = make_trainer(policy, 2, max_epochs=1), regression_data(16)
-    both = CombinedLoader([DataLoader(data, 4), DataLoader(data, 4)], "min_size")
+    both = CombinedLoader([DataLoader(data, 4), DataLoader(data, second)], "min_size")
     with pytest.raises(UserWarning, match="StackDataset") if warns else nullcontext():
         trainer.fit(First(), both)
 

@@ -95,7 +95,7 @@ def test_max_size_cycle_uses_each_sample_once_in_the_first_pass(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
-@pytest.mark.parametrize("short", by_default([1, 5, 9, 12], 9))
+@pytest.mark.parametrize("short", by_default([1, 5, 9, 12, LONG], 9, LONG))
 def test_min_size_repeats_nothing(strategy: str, workers: int, short: int) -> None:
     module = trained(strategy, workers, "min_size", LONG, short)
     for loader in range(2):
