@@ -22,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
 from hybridtrain.exchanges import Inside
-from hybridtrain.lightning.async_training.agreement import agree
+from hybridtrain.lightning.async_training.agreement import agree, send_writes
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
@@ -340,6 +340,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         samples, together = self._loaders.weigh(batch)
         self.collectives.begin_batch(not self.requirements.whole_rounds, samples)
         self._session.begin_batch(batch, samples, together)
+        send_writes(self._session, self._count)
 
     def optimizer_step(
         self,
@@ -376,6 +377,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         self._absence.stopping.begin_batch()
         if self._session is not None:
             self._session.put_back()
+        send_writes(self._session, self._count)
         if self._count is not None:
             self._count.by_hand.begin_batch()
         asks = self.requirements.takes_turns or (self.requirements.asks and not self._has_asked)

@@ -175,6 +175,7 @@ class Store:
         self.moves = DirtyRows(layout, self.masters, self.copies)
         self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
         self._refreshed: set[int] = set()
+        self._written_behind: dict[int, int] = {}  # slot -> meeting: all workers write alike
         self.progress = UpdateProgress(self.arena.words(self._words, N_WORDS))
         made = self.arena.words(self._words + ALIGNMENT_BYTES, self._n_made)
         self.step_counts = MadeSteps(made, n_workers) if self._n_made else None
@@ -341,15 +342,17 @@ class Store:
         return ("copies", worker) if self.private_parameters else ("masters", 0)
 
     @torch.no_grad()
-    def take(self, worker: int, writes: Mapping[int, bytes]) -> None:
+    def take(self, worker: int, writes: Mapping[int, bytes], meeting: int | None = None) -> None:
         """Apply the writes of a worker's user code to the masters.
 
-        With ``private_parameters`` the masters may have changed since the worker read them, so
-        the difference to the values it had read is added.
+        With ``private_parameters`` the masters may have changed since the worker read them: where
+        they have, the difference to the values it had read is added.
 
         Args:
             worker: the number of the worker.
             writes: slot number -> elements, in the order of the slot's shape.
+            meeting: all workers make these writes behind the meeting of this number, so those of
+                the first one count; ``None``: each worker has its own.
         """
         self.moves.all_of(writes)
         for number, elements in writes.items():
@@ -357,7 +360,12 @@ class Store:
             value = torch.frombuffer(bytearray(elements), dtype=slot.dtype).view(slot.shape)
             if self.private_parameters:
                 read = self.parameter(worker, slot)
-                self.master(slot).add_(value - read)
+                if meeting is None or self._written_behind.get(number) != meeting:
+                    master = self.master(slot)
+                    moved = torch.add(master, value - read)
+                    torch.where(master == read, value, moved, out=master)  # to the bit
+                if meeting is not None:
+                    self._written_behind[number] = meeting
                 read.copy_(value)  # the worker computes with it from here on
             else:
                 self.master(slot).copy_(value)

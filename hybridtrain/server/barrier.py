@@ -25,6 +25,7 @@ class Barrier(Generic[T]):
     """
 
     expected: set[int]
+    n_held: int = 0  # meetings at which all have arrived
     _items: dict[int, T] = field(default_factory=dict)
     _tags: dict[int, str] = field(default_factory=dict)
     _patient: dict[str, dict[int, T]] = field(default_factory=dict)  # by tag
@@ -83,6 +84,7 @@ class Barrier(Generic[T]):
         items = dict(sorted(self._items.items()))
         self._items.clear()
         self._tags.clear()
+        self.n_held += 1
         return items
 
     def dissolve(self) -> None:

@@ -290,11 +290,11 @@ class Rounds:
         self.optimizers.read(worker)
         self._statistics.read(worker)
 
-    def take(self, worker: int, writes: Writes) -> None:
-        """Apply the writes of the worker's user code."""
+    def take(self, worker: int, writes: Writes, meeting: int | None = None) -> None:
+        """Apply the writes of the worker's user code; all make them behind a ``meeting``."""
         if writes:
             assert self.store is not None, "parameters are shared before they are written to"
-            self.store.take(worker, writes)
+            self.store.take(worker, writes, meeting)
 
     def dissolve(self) -> None:
         """Drop all pushes and requests."""

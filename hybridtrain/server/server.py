@@ -237,8 +237,9 @@ class Server:
             case Claim(batch):
                 counts, others = self._queue.claim(worker, batch)
                 return [(worker, Claimed(counts)), *((each, Overtaken(batch)) for each in others)]
-            case Pull(writes):
-                self._rounds.take(worker, writes)
+            case Pull(writes, alike):
+                several = alike and len(self._members) > 1  # one alone does not meet
+                self._rounds.take(worker, writes, self._meeting.n_held if several else None)
                 self.optimizers.settle()
                 self._rounds.refresh(worker)
                 return [(worker, Released(self._rounds.version))]

@@ -154,7 +154,8 @@ class WorkerSession:
     def step_own_parameters(self, exchange: LocalExchange) -> tuple[Replica, MakeStep]:
         """Workers step parameters of their own."""
         keeps = exchange.keeps or self._requirements.whole_rounds
-        replica = OwnReplica(self._parameters, self._store, self._client.worker, keeps)
+        gives = exchange.update == "user"  # gradients, which the user's optimizer steps
+        replica = OwnReplica(self._parameters, self._store, self._client.worker, keeps, gives)
         group = self._group
         return replica, partial(LocalStep, replica=replica, exchange=exchange, group=group)
 
@@ -292,10 +293,13 @@ class WorkerSession:
         self.put_back()
         self._gathered.begin(samples, together)
 
-    def pull(self) -> int:
-        """Bring the parameters up to date; their version."""
+    def pull(self, alike: bool = False) -> int:
+        """Bring the parameters up to date; their version.
+
+        ``alike``: all workers have written the same to them, since they met.
+        """
         self._client.settle()
-        version = self._client.pull(self.replica.writes())
+        version = self._client.pull(self.replica.writes(alike), alike)
         self.replica.refresh()
         return version
 

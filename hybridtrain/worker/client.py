@@ -299,9 +299,9 @@ class Client:
         self.version = self._ask(Begin(writes), Released, True)[0].version
         return self.version
 
-    def pull(self, writes: Writes | None = None) -> int:
+    def pull(self, writes: Writes | None = None, alike: bool = False) -> int:
         """Update this worker's parameters; returns their version."""
-        self.version = self._ask(Pull(writes or {}), Released)[0].version
+        self.version = self._ask(Pull(writes or {}, alike), Released)[0].version
         self.maker.read(self.version)
         return self.version
 

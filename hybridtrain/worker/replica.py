@@ -128,9 +128,19 @@ class Replica(Protocol):
         """
         ...
 
-    def writes(self) -> Writes:
-        """What user code has made, since the last refresh, of parameters that follow."""
+    def writes(self, alike: bool = False) -> Writes:
+        """What user code has made, since the last refresh, of parameters that follow.
+
+        ``alike``: in all workers, since they met.
+        """
         ...
+
+    def has_own_writes(self, surely: bool) -> bool:
+        """Whether this worker alone has ``writes``, which the server adds to the masters.
+
+        ``surely``: else a cheap look, which may miss some.
+        """
+        return False
 
     def refresh(self, keep: bool = False) -> None:
         """The masters have moved: bring what follows up to date. Comes after ``writes``.
@@ -155,6 +165,10 @@ class Replica(Protocol):
     def forget(self) -> None:
         """Training begins with the masters."""
         return
+
+    def changed(self) -> list[int]:
+        """Own parameters that are not the masters, by number."""
+        return []
 
     def close(self) -> None:
         """There will be no further step."""
@@ -212,6 +226,7 @@ class HostReplica(Replica):
         self._rows = [store.gradient(worker, slot) for slot in slots]  # each in parameter's shape
         self._window = open_window(store, worker)
         self._tells_writes = tells_writes(store, worker)
+        self._is_copy = store.private_parameters
         self._number_of = {slot: number for number, slot in enumerate(slots)}
         self._following = list(slots)
         self._views = [self._window.view(slot) for slot in slots]
@@ -320,7 +335,11 @@ class HostReplica(Replica):
                 view.copy_(parameter.data)
                 parameter.data = view
 
-    def writes(self) -> Writes:
+    def has_own_writes(self, surely: bool) -> bool:
+        self._reattach()
+        return self._is_copy and bool(self._window.written(self._following))
+
+    def writes(self, alike: bool = False) -> Writes:
         self._reattach()
         changed = self._window.written(self._following)
         if not self._tells_writes:

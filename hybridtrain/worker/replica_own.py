@@ -13,7 +13,7 @@ import torch
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Writes
 from hybridtrain.worker.device import KINDS, PageLocked
-from hybridtrain.worker.replica import Replica
+from hybridtrain.worker.replica import Replica, elements
 
 
 class OwnReplica(Replica):
@@ -24,6 +24,7 @@ class OwnReplica(Replica):
         store: the shared buffers.
         worker: whose row.
         keeps: the masters are only looked at: training goes on from the worker's own.
+        gives_gradients: nothing of the worker's own parameters is handed over.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class OwnReplica(Replica):
         store: Store,
         worker: int,
         keeps: bool = False,
+        gives_gradients: bool = False,
     ) -> None:
-        self._keeps = keeps
+        self._keeps, self._gives_gradients = keeps, gives_gradients
         self._kept: dict[int, torch.Tensor] = {}  # by number, while the module has the masters
         self._held: dict[int, torch.Tensor] = {}  # the masters that these are to be compared with
         self._parameters = list(parameters)
@@ -96,9 +98,22 @@ class OwnReplica(Replica):
     def admit(self, numbers: Iterable[int], sparse: bool) -> None:
         self._following = sorted({*self._following, *numbers})
 
-    def writes(self) -> Writes:
-        """None: what user code writes is part of the worker's movement."""
-        return {}
+    def has_own_writes(self, surely: bool) -> bool:
+        return surely and bool(self.writes(surely))
+
+    def writes(self, alike: bool = False) -> Writes:
+        """None: what user code writes is part of the worker's movement, if it hands one over.
+
+        ``alike``: where workers have met they have the masters, and else gradients only.
+        """
+        if not (alike and self._gives_gradients):
+            return {}
+        return {number: elements(self._parameters[number]) for number in self.changed()}
+
+    def changed(self) -> list[int]:
+        """Parameters that are not the masters as this worker has read them last."""
+        own = ((number, self._parameters[number].data.cpu()) for number in self._following)
+        return [number for number, each in own if not torch.equal(each, self._masters[number])]
 
     @torch.no_grad()
     def refresh(self, keep: bool = False) -> None:
@@ -107,10 +122,8 @@ class OwnReplica(Replica):
         Where the worker's own are to be kept (``keep``: this time, too), they come back with
         :meth:`put_back`.
         """
-        for number in self._following:
+        for number in self.changed():
             own, master = self._parameters[number].data, self._masters[number]
-            if torch.equal(own.cpu(), master):
-                continue
             if (keep or self._keeps) and number not in self._kept:
                 self._kept[number] = own.clone()
             own.copy_(master)

@@ -43,10 +43,18 @@ def agree(session: Session | None, count: UpdateCount | None, collectives: Colle
     if session is None or count is None:
         return
     trainer = session.trainer
+    send_writes(session, count)
     trainer.should_stop = collectives.decide(trainer.should_stop, all_must_agree=False)
-    count.reach(session.pull())
+    count.reach(session.meet())
     count.by_hand.meet()
     know_the_files(trainer, collectives)  # no worker trains on before all have pulled
+
+
+def send_writes(session: Session | None, count: UpdateCount | None) -> None:
+    """Where workers run freely, send what user code has written to parameters."""
+    version = session.send_writes() if session is not None and count is not None else None
+    if version is not None and count is not None:
+        count.reach(version)
 
 
 class Validations:

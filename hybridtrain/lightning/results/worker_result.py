@@ -69,8 +69,9 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
 
     ``room``: the path of the calling process's scratch file, if it has one.
     """
-    if trainer.state.fn == "fit":
-        context_of(trainer).gather_states()
+    if trainer.state.fn == "fit" and (session := context_of(trainer).session) is not None:
+        with session.keeping_writes():
+            context_of(trainer).gather_states()
     module = trainer.lightning_module
     weights, outputs = module.state_dict(), collect(trainer)
     if not trainer.is_global_zero:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -52,6 +53,7 @@ class Session(WorkerSession):
 
     guard: GradientGuard
     _has_mean = False  # the gradients of this step are the mean of this host's
+    _has_met = True  # and has begun no mini-batch since
 
     def __init__(
         self,
@@ -158,7 +160,7 @@ class Session(WorkerSession):
         self._client.settle()
         if between:
             self.replica.hold_masters()
-        changed = bool(self.replica.writes())
+        changed = bool(self.replica.writes()) or (self._has_met and bool(self.replica.changed()))
         version, saved = self._client.snapshot(refresh=not changed)
         if changed:
             self._client.reach(version)
@@ -168,6 +170,49 @@ class Session(WorkerSession):
         states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
         return self.saved.with_inner(states)
 
+    def meet(self) -> int:
+        """All workers meet, at the same parameters; their version."""
+        self._client.settle()
+        version = self._client.pull(self.replica.writes())
+        self._see_masters()
+        return version
+
+    def _see_masters(self) -> None:
+        """Show them, but what hooks have written since all met."""
+        if not (self.has_own_parameters and self._has_met and self.replica.changed()):
+            self.replica.refresh()
+        self._has_met = not self._requirements.evaluates  # or own parameters are a trial point
+
+    def put_back(self) -> None:
+        """Restore the worker's own parameters, which the masters are not to be compared with."""
+        self._has_met &= not self.replica.shows_masters
+        super().put_back()
+
+    def send_writes(self) -> int | None:
+        """Send what hooks have written to parameters: soon, since other workers may do the same.
+
+        Hooks between a meeting and the next mini-batch run in all workers, as on one device. Their
+        writes count once, and those of a worker that is restarted not again. Returns the version
+        of the parameters if they were brought up to date.
+        """
+        alike = self._has_met
+        if not self.replica.has_own_writes(surely=alike):
+            return None
+        if alike and self._client.joins:
+            self.replica.writes()
+            self.replica.refresh()
+            return None
+        return self.pull(alike)
+
+    @contextmanager
+    def keeping_writes(self) -> Iterator[None]:
+        """Keep what hooks have written to a worker's own parameters since all met."""
+        numbers = self.replica.changed() if self._has_met else []
+        kept = [(self._parameters[number], self._parameters[number].clone()) for number in numbers]
+        yield
+        for parameter, value in kept:
+            parameter.data.copy_(value)
+
     def begin_batch(self, batch: Any, samples: float, together: float | None) -> None:
         """A mini-batch begins; gradients add up until the next step.
 
@@ -176,6 +221,7 @@ class Session(WorkerSession):
             samples: in it.
             together: samples of all workers in this step, if that is known.
         """
+        self._has_met = False
         self.guard.begin(batch, self._gathered.stepped)
         joint = self._module.automatic_optimization and not self.has_own_parameters
         self.begin_samples(samples, together if joint else None)
@@ -220,7 +266,7 @@ class Session(WorkerSession):
     def catch_up(self) -> None:
         """In lock-step, behind a step of all: see the masters, with what the server has put off."""
         if self.has_own_parameters:
-            self.replica.refresh()
+            self._see_masters()
         elif any(map(puts_off, self._optimizers)):
             self.pull()
 

@@ -14,8 +14,10 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
+from hybridtrain import HybridStrategy
+from hybridtrain.registration import NAMES
 from tests.lightning.toys import Regression, fit, flat, make_trainer, regression_data
-from tests.picking import by_default
+from tests.picking import but_slow, by_default
 
 
 class Clamped(Regression):
@@ -151,6 +153,70 @@ def test_free_running_workers_writes_count_once_each(tmp_path: Path) -> None:
     assert trainer.global_step == 24
     # Movements overlap: each is a tenth of what its worker had read, some updates ago.
     assert 0.9**24 * 0.2 < ratio < 0.9**24 * 5
+
+
+HOOKS = (
+    *("on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
+    *("on_validation_start", "on_validation_epoch_end", "on_validation_end"),
+)
+
+
+class Doubling(pl.LightningModule):
+    """Each hook, once an epoch, doubles a parameter of its own; no step moves one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_hooks = torch.nn.ParameterDict({hook: torch.ones(3) for hook in HOOKS})
+        for hook in HOOKS:
+            setattr(self, hook, partial(self.double, hook))
+
+    def double(self, hook: str) -> None:
+        self.of_hooks[hook].data.mul_(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.stack([each.sum() for each in self.of_hooks.values()]).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+# Theirs is the centre's, or the outer optimizer's, way to where workers have gone.
+BY_MOVEMENT = {"easgd", "diloco", "async_diloco", "streaming_diloco"}
+# A line search moves the masters; workers on the masters themselves write one after the other.
+OTHERS = sorted(set(NAMES) - BY_MOVEMENT - {"sandblaster", "hogwild"})
+
+
+@pytest.mark.parametrize("strategy", but_slow([(n,) for n in OTHERS], lambda n, _: n != "async"))
+@pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
+def test_what_all_workers_write_in_a_hook_of_an_epoch_counts_once(
+    strategy: str, workers: int
+) -> None:
+    module, trainer = Doubling(), make_trainer(strategy, workers, max_epochs=2)
+    trainer.fit(module, DataLoader(regression_data(), 2), DataLoader(regression_data(8), 2))
+    for hook in HOOKS:
+        expected = 2.0 if hook == "on_train_end" else 4.0
+        assert module.of_hooks[hook].tolist() == [expected] * 3, hook
+
+
+@pytest.mark.parametrize("strategy", sorted(BY_MOVEMENT))
+def test_where_movements_are_merged_what_is_written_at_the_end_comes_home(strategy: str) -> None:
+    module, trainer = Doubling(), make_trainer(strategy, 2, max_epochs=1)
+    trainer.fit(module, DataLoader(regression_data(), 2))
+    assert module.of_hooks["on_train_end"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("workers", by_default([2, 3], 3))
+def test_workers_in_turn_with_clamped_weights_are_one_device_to_the_bit(workers: int) -> None:
+    one, _ = train("auto", 1, 4, Clamped, use_distributed_sampler=False)
+    strategy = HybridStrategy("synchronous", keep_order=True)
+    pl.seed_everything(7, verbose=False)
+    many, trainer = Clamped(), make_trainer(strategy, workers, max_epochs=3)
+    trainer.fit(many, DataLoader(regression_data(), 4), DataLoader(regression_data(12), 6))
+    assert trainer.global_step == 3 * len(regression_data()) // 4
+    assert torch.equal(flat(many), flat(one))
 
 
 def test_without_a_map_of_pages_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
