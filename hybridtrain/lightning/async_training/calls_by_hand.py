@@ -28,6 +28,7 @@ from hybridtrain.lightning.async_training.update_count import (
     take_schedules,
     updates_due,
 )
+from hybridtrain.lightning.hooks.loop_hooks import training_results
 from hybridtrain.lightning.hooks.points import Point, instead_in
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import ScheduleCall
@@ -100,14 +101,30 @@ class CallsByHand:
         self._client.settle()
         before, now = self._seen, self._client.version
         for due in self._due.values():
-            due.updates = updates_due(self._trainer, int(due), before, now, batches)
+            due.updates += updates_due(self._trainer, int(due), before, now, batches)
         self.pass_over()
+
+    def call_for_logged(self, count_batches: Callable[[], float]) -> None:
+        """Find them, and call with metrics that training has logged.
+
+        Lightning calls behind a validation. There other workers would call in any order.
+        """
+        if not self._due:
+            return
+        self.find_due(count_batches)
+        names = {each.meta.name for each in training_results(self._trainer).values()}
+        metrics, module = self._trainer.callback_metrics, self._trainer.lightning_module
+        for number, due in self._due.items():
+            config = self._trainer.lr_scheduler_configs[number]
+            if due.updates and config.monitor in names & metrics.keys():
+                module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
 
     def call(self, number: int, *args: Any, **options: Any) -> Any:
         """User code has called ``step`` of this worker's scheduler."""
         step, sent = self._steps[number], apply_to_collection((args, options), Tensor, Tensor.item)
         if number in self._due:
-            self._client.call((number, *sent, self._due[number].updates))
+            updates, self._due[number].updates = self._due[number].updates, ()
+            self._client.call((number, *sent, updates))
             self._client.stats()  # its answer comes after the call, if the server lets that through
             return None
         if self._together or self._expected.asked_for_end:

@@ -20,7 +20,7 @@ from hybridtrain.lightning.async_training.update_count import (
     step_schedulers,
 )
 from hybridtrain.lightning.hooks.loop_hooks import accumulates, logged_step, set_logged_step
-from hybridtrain.lightning.hooks.points import Point, around
+from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
 
@@ -80,6 +80,7 @@ class UpdateCount:
         self.by_hand = CallsByHand(trainer, client, expected)
         self._trainer, self._client, self._before = trainer, client, client.version
         around(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.update)
+        before(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.call_for_logged)
         self._automatic = trainer.lightning_module.automatic_optimization
         wants = context_of(trainer).requirements
         self._own, self._evaluates = wants.schedules_own_steps, wants.evaluates
@@ -136,6 +137,11 @@ class UpdateCount:
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True
             self._every.end(self._made)
+
+    def call_for_logged(self) -> None:
+        """Behind a mini-batch, before a validation, for which all workers meet."""
+        if not (self._absence.passed or accumulates(self._trainer)):
+            self.by_hand.call_for_logged(self._batches)
 
     def _must_be_exact(self) -> bool:
         """Whether a logger or scheduler needs the update's number before the release brings it."""

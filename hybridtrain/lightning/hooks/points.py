@@ -46,7 +46,10 @@ class Point(Enum):
         "LostSampleRedistribution.look StepRollback.keep_schedules UpdateCount.update "
         "EpochEnds.keep_schedules",
     )
-    VALIDATION_DUE = "_should_check_val_fx", "WorkerCallback.validate_together Validations.is_due"
+    VALIDATION_DUE = (
+        "_should_check_val_fx",
+        "UpdateCount.call_for_logged WorkerCallback.validate_together Validations.is_due",
+    )
     # progress of mini-batches
     STEP_MADE = "increment_processed", "Absence.step_is_made"
     # evaluation and prediction loops

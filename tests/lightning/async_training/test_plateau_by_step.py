@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
+from hybridtrain import HybridStrategy
 from tests.lightning.metamorphic import strategies
-from tests.lightning.toys import Regression, distance, fit, regression_data
+from tests.lightning.toys import Regression, distance, fit, make_trainer, regression_data
 from tests.picking import by_default
 
 EPOCHS = 3
@@ -81,9 +84,28 @@ def test_it_steps_behind_every_update_that_is_due(
     assert due - rest <= schedule["last_epoch"] <= due
 
 
-def test_turns_give_the_bits_of_one_worker() -> None:
-    one, two = (
-        fit("synchronous", workers, 2, partial(Plateau, 3), regression_data(44))[0]
-        for workers in (1, 2)
+def rates(strategy: Any, workers: int, frequency: int, validates: bool) -> Any:
+    """A module, and its schedule's number of steps."""
+    pl.seed_everything(1, verbose=False)
+    module, trainer = Plateau(frequency), make_trainer(strategy, workers, max_epochs=EPOCHS)
+    loaders = [DataLoader(regression_data(44), 2)]
+    loaders += [DataLoader(regression_data(8), 2)] if validates else []
+    trainer.fit(module, *loaders)
+    return module, trainer.lr_scheduler_configs[0].scheduler.last_epoch
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
+@pytest.mark.parametrize("frequency", by_default([1, 3], 1))
+def test_turns_give_the_bits_of_one_device(workers: int, frequency: int, validates: bool) -> None:
+    ours = HybridStrategy("synchronous", keep_order=True)
+    (one, due), (many, made) = (
+        rates(strategy, n, frequency, validates) for strategy, n in (("auto", 1), (ours, workers))
     )
-    assert distance(one, two) == 0.0
+    assert due == made == EPOCHS * (22 // frequency)
+    assert distance(one, many) == 0.0
+
+
+@pytest.mark.parametrize("strategy", by_default(["async", "hogwild", "downpour"], "async"))
+def test_behind_the_last_update_of_an_epoch_with_a_validation_too(strategy: str) -> None:
+    assert rates(strategy, 3, 1, validates=True)[1] == EPOCHS * 22
