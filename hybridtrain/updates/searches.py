@@ -159,7 +159,7 @@ class SearchUpdate(PerTensorUpdate):
         super().__init__(optimizer, numbers, store)
         self._masters = [parameter.data for parameter in self._parameters]
         for parameter in self._parameters:
-            parameter.data = parameter.data.clone()
+            parameter.data = _copied(parameter.data)
         self._turns = TurnTaking()
         self._points: list[bytes] = []  # digests: where the loss was evaluated
         self._ended = False  # no further step would move the masters
@@ -184,7 +184,7 @@ class SearchUpdate(PerTensorUpdate):
                 f"the loss of a whole pass is {loss}, which no line search can compare; look at "
                 "the data, or begin with a smaller strategy.update.lr"
             )
-        gradients = tuple(None if p.grad is None else p.grad.clone() for p in self._parameters)
+        gradients = tuple(None if p.grad is None else _copied(p.grad) for p in self._parameters)
         self._known.append(_Known(loss, gradients))
         if len(self._known) == 1:
             self._begin()
@@ -256,6 +256,11 @@ class SearchUpdate(PerTensorUpdate):
 
     def close(self) -> None:
         self._turns.close()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous: torch's L-BFGS views each gradient as a vector."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _kept(state: Mapping[str, Any]) -> dict[str, Any]:

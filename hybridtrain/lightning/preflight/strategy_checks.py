@@ -300,6 +300,12 @@ def check_evaluations(trainer: Any, asked: str) -> None:
                 f"compare them; {'set its p to 0' if chance else 'use LayerNorm'}, put it into "
                 "eval() before trainer.fit, or use strategy=hybrid"
             )
+    for name, parameter in trainer.lightning_module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise UserError(
+                f"{name} ({parameter.dtype}) was given with {asked}, but its line search is over "
+                "real parameters; keep it as torch.view_as_real(...), or use strategy=hybrid"
+            )
     limit = trainer.limit_train_batches
     limited = isinstance(limit, int) or limit < 1.0
     accumulates = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)

@@ -217,6 +217,33 @@ def test_without_backups_every_portion_is_processed_once() -> None:
     assert counted.counts.tolist() == [3] * N
 
 
+class Shaped(Regression):
+    """With a weight that is laid out by columns, or complex."""
+
+    def __init__(self, of: torch.Tensor) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(of)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        return loss + self.scale.abs().square().sum()
+
+
+@pytest.mark.parametrize("update", ["lbfgs", "gradient_descent"])
+def test_a_weight_laid_out_by_columns_goes_where_one_laid_out_by_rows_goes(update: str) -> None:
+    rows = torch.arange(6.0).reshape(2, 3)
+    ended = []
+    for each in (rows, rows.t().contiguous().t()):
+        pl.seed_everything(2, verbose=False)
+        ended.append(flat(trained(2, 5, 3, update, module=Shaped(each.clone()).double())[0]))
+    torch.testing.assert_close(*ended, rtol=1e-10, atol=1e-10)  # sums are made in another order
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"scale \(torch.complex64\).*view_as_real"):
+        trained(2, 5, 1, module=Shaped(torch.ones(2, dtype=torch.complex64)))
+
+
 # ---- workers that fail, training that stops ------------------------------------------------------
 
 
