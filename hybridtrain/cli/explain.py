@@ -59,7 +59,13 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str | None:
     if isinstance(error, OSError) and _in_hydra(error):
         return (
             f"the run directory cannot be written ({error.filename or 'a file in it'}: "
-            f"{error.strerror}); choose another with hydra.run.dir=DIR"
+            f"{error.strerror}); choose another with hydra.run.dir=DIR, or, for a sweep, "
+            "hydra.sweep.dir=DIR"
+        )
+    if "can't start new thread" in str(error):
+        return (
+            "no thread can be started: this user has as many processes and threads as its limit "
+            "allows; raise it (ulimit -u), end others, or use fewer workers"
         )
     return None
 

@@ -192,8 +192,10 @@ def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str
             "trainer.max_epochs=N resume_override=true"
         )
     path = newest_of_run(directory)
-    print(f"{directory} goes on from {path.name if path else 'its beginning'}", flush=True)
-    more = [quoted("resume", directory), quoted("hydra.run.dir", directory)]
+    begins = [x for x in overrides if hydra_config.parse([x])[0].key_or_group == "ckpt"]
+    begin = path.name if path is not None else (begins or ["its beginning"])[0]
+    print(f"{directory} goes on from {begin}", flush=True)
+    more = [quoted("resume", directory.absolute()), quoted("hydra.run.dir", directory)]
     if path is None:
         return [*overrides, *more]
     plain = [x for x in overrides if hydra_config.parse([x])[0].key_or_group != "ckpt"]
@@ -222,15 +224,20 @@ def _merged(directory: Path, typed: dict[str, str]) -> list[str]:
             raise TypeError("it is empty, or a mapping")
         former = {hydra_config.parse([text])[0].key_or_group: text for text in content}
     except Exception as error:  # no list, no texts, Hydra's
-        raise UserError(f"{path} is damaged: it is no list of options") from error
-    inside = str(directory.absolute())
-    plain = {
-        key: text
-        for key, text in former.items()
-        if key not in ("resume", "resume_override", "faults", "strategy.faults")
-        and not (key == "ckpt" and inside in text)  # set when it was resumed before
-    }
+        raise UserError(
+            f"{path} is damaged: it is no list of options; restore it, or begin a new run"
+        ) from error
+    aside = ["resume", "resume_override", "faults", "strategy.faults"]
+    aside += ["ckpt"] if _is_own_checkpoint(former) else []
+    plain = {key: text for key, text in former.items() if key not in aside}
     return hydra_config.complete_overrides(list((plain | typed).values()))
+
+
+def _is_own_checkpoint(former: dict[str, str]) -> bool:
+    """Whether ``ckpt`` was set when the run was resumed, in a directory that may have moved."""
+    given = [former[key] for key in ("resume", "ckpt") if key in former]
+    paths = [Path(str(_value(each))) for each in hydra_config.parse(given)]
+    return len(paths) == 2 and paths[1].is_relative_to(paths[0])
 
 
 def _differences(
@@ -285,7 +292,7 @@ def check_run(directory: Path) -> None:
     made = read_mapping(directory / RUN_FILE, [])
     if isinstance(made.get("format"), int) and made["format"] > FORMAT:
         raise UserError(
-            f"resume={directory}: this run was made by hybridtrain {made.get('hybridtrain')} "
+            f"resume={directory}: this run was made by hybridtrain {made.get('hybridtrain', '?')} "
             f"(format {made['format']}), and this is {hybridtrain.__version__}, which reads up to "
             f"format {FORMAT}; update hybridtrain"
         )
@@ -318,10 +325,15 @@ def configuration(directory: Path) -> dict[str, Any]:
     try:
         found = portable(OmegaConf.create(content))
     except Exception as error:  # no mapping; OmegaConf's, of what cannot be resolved
-        raise UserError(f"{path} is damaged and cannot be read ({type(error).__name__})") from error
+        raise UserError(
+            f"{path} is damaged and cannot be read ({type(error).__name__}); restore it, or begin "
+            "a new run"
+        ) from error
     missing = [group for group in _GROUPS if not isinstance(found.get(group), dict)]
     if missing:
-        raise UserError(f"{path} is damaged: it lacks {', '.join(missing)}")
+        raise UserError(
+            f"{path} is damaged: it lacks {', '.join(missing)}; restore it, or begin a new run"
+        )
     return found
 
 

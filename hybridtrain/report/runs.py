@@ -213,7 +213,10 @@ def read_yaml(path: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
     except Exception as error:  # PyYAML's, OmegaConf's
-        raise UserError(f"{path} is damaged and cannot be read ({type(error).__name__})") from error
+        raise UserError(
+            f"{path} is damaged and cannot be read ({type(error).__name__}); restore it, "
+            "or begin anew"
+        ) from error
 
 
 def _overrides(path: Path, broken: list[str]) -> tuple[str, ...]:

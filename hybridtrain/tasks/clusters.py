@@ -27,11 +27,12 @@ class ClustersModule(Classifier):
         optimizer: given the parameters, returns their optimizer.
     """
 
+    @typed("model.")
     def __init__(
         self,
-        dimensions: int = 512,
-        classes: int = 4,
-        hidden: int = 128,
+        dimensions: Positive = 512,
+        classes: Positive = 4,
+        hidden: Positive = 128,
         optimizer: MakeOptimizer = AdamW,
     ) -> None:
         units = (nn.Linear(dimensions, hidden), nn.ReLU(), nn.Linear(hidden, classes))

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain.util.option_types import Natural, Positive, Range, typed
+from hybridtrain.util.option_types import Natural, Positive, Range, Rule, typed
 
 N_TRAIN = 1440
+TWO = Rule("(two)", lambda given: len(given) == 2)
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Batch = Sequence[Tensor]  # images (B, 1, 8, 8) fp32 in [0, 1]; labels (B,) int64
 
@@ -66,10 +67,11 @@ class DigitsModule(Classifier):
         optimizer: given the parameters, returns their optimizer.
     """
 
+    @typed("model.")
     def __init__(
         self,
-        channels: Sequence[int] = (16, 32),
-        hidden: int = 64,
+        channels: Annotated[Sequence[Positive], TWO] = (16, 32),
+        hidden: Positive = 64,
         optimizer: MakeOptimizer = Adam,
     ) -> None:
         first, second = channels

@@ -36,9 +36,10 @@ class ParabolaModule(pl.LightningModule):
         optimizer: given the parameters, returns their optimizer.
     """
 
+    @typed("model.")
     def __init__(
         self,
-        hidden: int = 5,
+        hidden: Positive = 5,
         plot: bool = False,
         directory: str | None = None,
         optimizer: MakeOptimizer = SGD,

@@ -83,6 +83,7 @@ _PLAIN = (str, int, float, Sequence, Mapping, NoneType)
 Natural = Annotated[int, Range(0)]
 Count = Annotated[int, Range(0, 2**62)]  # that fits in 64 bits
 Positive = Annotated[int, Range(1)]
+Finite = Annotated[float, Rule("that is finite", math.isfinite)]
 Workers = Annotated[int, Range(1, 4096)]  # or devices
 NotNegative = Annotated[float, Range(0)]
 Above0 = Annotated[float, Range(0, open="(")]

@@ -9,7 +9,8 @@ import re
 import shutil
 import signal
 import zipfile
-from contextlib import chdir
+from contextlib import chdir, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,36 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_a_checkpoint_that_the_user_gave_is_kept_and_one_of_a_resumed_run_is_not(
+    ended: Command,
+) -> None:
+    """Whatever their directories are called, and where they have gone since."""
+    shutil.copytree("old", "old-2")
+    given = f"ckpt={Path('old-2/checkpoints/last.ckpt').absolute()}"
+    options, typed = Path("old/.hydra/overrides.yaml"), ["test=false", "trainer.devices=2"]
+    options.write_text(options.read_text() + f"- {given}\n")
+    for path in Path("old").rglob("*.ckpt"):
+        path.unlink()
+    with redirect_stdout(StringIO()) as said:
+        begun = expanded(["resume=old", *typed])
+    assert given in begun
+    assert f"old goes on from {given}" in said.getvalue()
+    claim.release_all()
+
+    options.write_text("".join(f"- {each}\n" for each in begun if "hydra" not in each))
+    assert given in expanded(["resume=old", *typed])
+    claim.release_all()
+    went_on = expanded(["resume=old-2", *typed])
+    assert f"ckpt='{Path('old-2/checkpoints/last.ckpt').resolve()}'" in went_on
+    Path("old-2/.hydra/overrides.yaml").write_text("".join(f"- {each}\n" for each in went_on))
+    claim.release_all()
+    shutil.move("old-2", "moved")
+    for path in Path("moved").rglob("*.ckpt"):
+        path.unlink()
+    assert not [x for x in expanded(["resume=moved", *typed]) if x.startswith("ckpt")]
+    claim.release_all()
+
+
 @pytest.fixture
 def ended(a_run: Path, command: Command) -> Command:
     """Two runs that ended early have left directories: ``old`` and, later, ``runs/1``."""
@@ -176,7 +207,7 @@ def test_auto_leaves_alone_what_is_another_configuration_or_at_work(ended: Comma
     assert expanded([*same_again, "++model.lr=0.02"]) == [*new, "++model.lr=0.02"]
     with in_use("runs/1"):
         assert expanded(same_again) == new
-    assert "resume='runs/1'" in expanded(same_again)
+    assert f"resume='{Path('runs/1').absolute()}'" in expanded(same_again)
     claim.release_all()
 
 

@@ -34,7 +34,7 @@ from hybridtrain.report.fair import Goal, Training
 from hybridtrain.report.page import write
 from hybridtrain.report.runs import as_json, key_of, read_mapping
 from hybridtrain.util.files import short
-from hybridtrain.util.option_types import Positive, Range, Rule, check, is_number, misfit
+from hybridtrain.util.option_types import Finite, Positive, Range, check, is_number, misfit
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -52,7 +52,6 @@ _ONE = (
 )
 _RATES = ("lr", "learning_rate", "optimizer")  # last part of a key
 
-Finite = Annotated[float, Rule("that is finite", math.isfinite)]
 Number = Annotated[int, Range(1, MOST)]
 
 

@@ -25,6 +25,7 @@ from hybridtrain.lightning.hooks.loop_hooks import callback_metrics, logged_step
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.report.history import History
 from hybridtrain.util.files import write_whole
+from hybridtrain.util.option_types import NotNegative, typed
 
 STATS_FILE = ".run_stats.json"
 VALIDATED = "validated"  # key in checkpoints: metrics of the last validation before it
@@ -155,7 +156,8 @@ class RunMonitor(pl.Callback):
         log_every_s: least time between logs, besides ``trainer.log_every_n_steps``.
     """
 
-    def __init__(self, directory: str | None = None, log_every_s: float = 1.0) -> None:
+    @typed("callbacks.monitor.")
+    def __init__(self, directory: str | None = None, log_every_s: NotNegative = 1.0) -> None:
         self.directory = Path(directory) if directory is not None else None
         self.log_every_s = log_every_s
         self.hparams: dict[str, Any] | None = None

@@ -12,9 +12,11 @@ import torch
 from pytorch_lightning.callbacks import ProgressBar, RichProgressBar
 
 from hybridtrain.cli.telemetry.monitor import RunMonitor, RunStats, loss_of
+from hybridtrain.util.option_types import NotNegative, typed
 
 
-def progress_bar(line_every_s: float = 10.0) -> ProgressBar:
+@typed("callbacks.progress.")
+def progress_bar(line_every_s: NotNegative = 10.0) -> ProgressBar:
     """The live bar on a terminal, else a line at most every ``line_every_s`` seconds."""
     return LiveProgress() if sys.stdout.isatty() else PlainProgress(line_every_s)
 

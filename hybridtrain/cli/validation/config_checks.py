@@ -23,6 +23,7 @@ from hybridtrain.options.strategy_arguments import checked
 from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.testing.faults import check_workers, read_faults
 from hybridtrain.util.option_types import (
+    Finite,
     Natural,
     NotNegative,
     Part,
@@ -297,7 +298,7 @@ def _value(cfg: DictConfig, key: str) -> Any:
 
 
 def _check_type(key: str, old: Any, new: Any) -> None:
-    kinds = {bool: bool, int: int, float: float | Sequence[float], DictConfig: Group}
+    kinds = {bool: bool, int: int, float: Finite | Sequence[Finite], DictConfig: Group}
     kind: Any = {**kinds, ListConfig: list}.get(type(old), Any)
     plain = OmegaConf.to_container(new, resolve=True) if OmegaConf.is_config(new) else new
     if kind is int and isinstance(plain, float) and plain.is_integer():

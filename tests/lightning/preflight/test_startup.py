@@ -263,3 +263,19 @@ def test_workers_that_are_spawned_because_of_cuda_are_explained(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert "let nothing touch CUDA" in told(machine_checks.check_spawning, "auto", "spawn")
     assert not told(machine_checks.check_spawning, "spawn", "spawn")
+
+
+def test_a_limit_of_processes_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def start(process: Any) -> None:
+        if started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(process)
+        process.start()
+
+    monkeypatch.setattr("hybridtrain.worlds.local.start_workers._start", start)
+    with pytest.raises(UserError, match=r"worker 1 cannot be started.*ulimit -u.*fewer workers"):
+        make_trainer("hybrid", 2, max_epochs=1).fit(Regression(), DataLoader(regression_data(8), 2))
+    started[0].join(10)
+    assert not started[0].is_alive()
