@@ -243,9 +243,8 @@ class Draw:
     mini-batches that each worker gets in its turn; 0: first come, first served. ``fills``: if none
     is left, return one that does not count. ``visits``: draw from shards. ``most``: so many
     mini-batches at once, while plenty are left. ``limited``: each worker has its own number of
-    mini-batches, so a faster one does not draw those of a slower one. ``last``: this one is its
-    last; do not request another with the next push. ``several``: a step has a mini-batch of several
-    loaders.
+    mini-batches, so a faster one does not draw those of a slower one. ``last``: do not request
+    another one with the next push. ``several``: a step has a mini-batch of several loaders.
     """
 
     lap: LoaderPass
@@ -272,10 +271,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Update the worker's parameters, after these ``writes`` of user code.
-
-    ``alike``: all workers make them in the same hook, between meetings: they count once.
-    """
+    """Update the worker's parameters, after these ``writes`` of user code, which count once if all
+    workers make them ``alike`` between two meetings."""
 
     writes: Writes = field(default_factory=dict)
     alike: bool = False
@@ -488,8 +485,7 @@ class Gathered:
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """The positions of a mini-batch in the epoch's order; none: the pass is over. If it does not
-    count, its gradient gets no weight. ``more``: the mini-batches after this one, if several were
-    requested."""
+    count, its gradient gets no weight. ``more``: those after it, if several were requested."""
 
     spans: Spans
     counts: bool = True
