@@ -340,7 +340,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         samples, together = self._loaders.weigh(batch)
         self.collectives.begin_batch(not self.requirements.whole_rounds, samples)
         self._session.begin_batch(batch, samples, together)
-        send_writes(self._session, self._count)
+        send_writes(self._session, self._count, starts=True)
 
     def optimizer_step(
         self,

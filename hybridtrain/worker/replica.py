@@ -336,7 +336,8 @@ class HostReplica(Replica):
                 parameter.data = view
 
     def has_own_writes(self, surely: bool) -> bool:
-        self._reattach()
+        if surely:
+            self._reattach()
         return self._is_copy and bool(self._window.written(self._following))
 
     def writes(self, alike: bool = False) -> Writes:

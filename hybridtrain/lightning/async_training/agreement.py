@@ -50,11 +50,12 @@ def agree(session: Session | None, count: UpdateCount | None, collectives: Colle
     know_the_files(trainer, collectives)  # no worker trains on before all have pulled
 
 
-def send_writes(session: Session | None, count: UpdateCount | None) -> None:
+def send_writes(session: Session | None, count: UpdateCount | None, starts: bool = False) -> None:
     """Where workers run freely, send what user code has written to parameters."""
-    version = session.send_writes() if session is not None and count is not None else None
-    if version is not None and count is not None:
-        count.reach(version)
+    if session is not None and count is not None:
+        version = session.send_writes(starts)
+        if version is not None:
+            count.reach(version)
 
 
 class Validations:

@@ -14,6 +14,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
@@ -37,6 +38,16 @@ def gradients_are_final(trainer: Any) -> bool:
     if any(is_overridden(h, each, parent=Callback) for each in callbacks for h in _HOOKS):
         return False
     return not names_a_gradient((module, *callbacks))
+
+
+def is_hooked(trainer: Any, hook: str, *of_module: str) -> bool:
+    """Whether the user's module or a callback of the user's has the hook, or the module others."""
+    module, callbacks = trainer.lightning_module, trainer.callbacks
+    frameworks = ((each, type(each).__module__.partition(".")[0]) for each in callbacks)
+    own = [x for x, name in frameworks if name not in FOREIGN or isinstance(x, LambdaCallback)]
+    return any(is_overridden(hook, each, parent=Callback) for each in own) or any(
+        is_overridden(each, module, parent=LightningModule) for each in (hook, *of_module)
+    )
 
 
 def names_a_gradient(objects: Iterable[object]) -> bool:

@@ -20,7 +20,7 @@ from hybridtrain.lightning.async_training.update_count import last_version, set_
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.preflight.strategy_checks import check_parameters
 from hybridtrain.lightning.step.gradient_guard import GradientGuard
-from hybridtrain.lightning.step.gradient_readers import gradients_are_final
+from hybridtrain.lightning.step.gradient_readers import gradients_are_final, is_hooked
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.saved_states import SavedStates
 from hybridtrain.memory import Layout, unpack
@@ -82,6 +82,10 @@ class Session(WorkerSession):
         self.averages = shown or requirements.means_gradients
         if requirements.backs_up:  # Lightning's, of a mini-batch that another worker has processed
             warnings.filterwarnings("ignore", ".*training_step.*returned.*None")
+        self._hooked_at_start = is_hooked(module.trainer, "on_train_batch_start")
+        self._hooked_behind_step = is_hooked(
+            *(module.trainer, "on_train_batch_end", "on_before_zero_grad", "optimizer_step")
+        )
         trained = Trained(
             named,
             stepped,
@@ -188,15 +192,17 @@ class Session(WorkerSession):
         self._has_met &= not self.replica.shows_masters
         super().put_back()
 
-    def send_writes(self) -> int | None:
+    def send_writes(self, starts: bool = False) -> int | None:
         """Send what hooks have written to parameters: soon, since other workers may do the same.
 
         Hooks between a meeting and the next mini-batch run in all workers, as on one device. Their
-        writes count once, and those of a worker that is restarted not again. Returns the version
-        of the parameters if they were brought up to date.
+        writes count once, and those of a worker that is restarted not again. ``starts``: hooks at
+        the start of a mini-batch, else behind a step. Returns the version of the parameters if
+        they were brought up to date.
         """
         alike = self._has_met
-        if not self.replica.has_own_writes(surely=alike):
+        hooked = self._hooked_at_start if starts else self._hooked_behind_step
+        if not (alike or hooked) or not self.replica.has_own_writes(surely=alike):
             return None
         if alike and self._client.joins:
             self.replica.writes()
