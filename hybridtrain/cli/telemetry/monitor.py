@@ -157,7 +157,7 @@ class RunMonitor(pl.Callback):
     """
 
     @typed("callbacks.monitor.")
-    def __init__(self, directory: str | None = None, log_every_s: NotNegative = 1.0) -> None:
+    def __init__(self, directory: str | Path | None = None, log_every_s: NotNegative = 1.0) -> None:
         self.directory = Path(directory) if directory is not None else None
         self.log_every_s = log_every_s
         self.hparams: dict[str, Any] | None = None

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from selectors import BaseSelector, DefaultSelector
 from typing import Any, Protocol
 
+from hybridtrain.errors import UserError
 from hybridtrain.monitoring.hang_detector import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, is_stopped, to_stderr
 from hybridtrain.protocol.events import (
@@ -252,7 +253,14 @@ class ProcessWorld:
         waits = self.server.requirements.whole_rounds and not self.judge.chosen.joins
         absent = set() if waits else self._absent()
         there = [worker for worker in range(self.n_workers) if worker not in absent]
-        self._starter.start(there, selector)
+        try:
+            self._starter.start(there, selector)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{len(there)} workers cannot be started: this user has as many processes and "
+                "threads as its limit allows; raise it (ulimit -u), end others, or use fewer "
+                "workers"
+            ) from error
         for worker in absent:
             self.roster.reaped(worker)
             self._on(Removed(worker, announced=True))

@@ -26,7 +26,6 @@ from queue import SimpleQueue
 from selectors import BaseSelector
 from typing import Any, NamedTuple
 
-from hybridtrain.errors import UserError
 from hybridtrain.monitoring.hang_detector import Doing, Heartbeat, heartbeat_file
 from hybridtrain.protocol.messages import (
     Answer,
@@ -432,14 +431,8 @@ class ProcessSpawner:
         self._orders.put(order)
         try:
             done.result()
-        except BaseException as error:
+        except BaseException:
             _kill(processes)
-            if isinstance(error, BlockingIOError):
-                raise UserError(
-                    f"worker {len(processes)} cannot be started: this user has as many processes "
-                    "and threads as its limit allows; raise it (ulimit -u), end others, or use "
-                    "fewer workers"
-                ) from error
             raise
         return processes
 

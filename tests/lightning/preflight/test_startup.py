@@ -275,7 +275,7 @@ def test_a_limit_of_processes_is_said_in_one_line(monkeypatch: pytest.MonkeyPatc
         process.start()
 
     monkeypatch.setattr("hybridtrain.worlds.local.start_workers._start", start)
-    with pytest.raises(UserError, match=r"worker 1 cannot be started.*ulimit -u.*fewer workers"):
+    with pytest.raises(UserError, match=r"2 workers cannot be started.*ulimit -u.*fewer workers"):
         make_trainer("hybrid", 2, max_epochs=1).fit(Regression(), DataLoader(regression_data(8), 2))
     started[0].join(10)
     assert not started[0].is_alive()
