@@ -363,7 +363,8 @@ class Store:
                 if meeting is None or self._written_behind.get(number) != meeting:
                     master = self.master(slot)
                     moved = torch.add(master, value - read)
-                    torch.where(master == read, value, moved, out=master)  # to the bit
+                    rests = (master == read) | master.isnan()
+                    torch.where(rests, value, moved, out=master)  # to the bit
                 if meeting is not None:
                     self._written_behind[number] = meeting
                 read.copy_(value)  # the worker computes with it from here on

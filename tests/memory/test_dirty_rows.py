@@ -93,3 +93,13 @@ def test_a_table_reads_and_writes_rows_of_any_kind(
     table.put(np.array([1, 8, 2]), out)
     assert torch.equal(whole[[1, 8, 2]], whole[rows])
     assert len(table.take(np.empty(0, np.int64), out)) == 0
+
+
+def test_a_write_is_a_difference_where_the_masters_have_moved_and_else_a_value() -> None:
+    store = Store(Layout.of([("p", torch.zeros(3))]), 2, True)
+    master = store.master(store.layout.slots[0])
+    master.copy_(torch.tensor([0.1, 1.0, float("nan")]))
+    store.refresh(0)
+    master[1] += 1.0
+    store.take(0, {0: torch.tensor([0.3, 0.5, 0.0]).numpy().tobytes()})
+    assert torch.equal(master, torch.tensor([0.3, 1.5, 0.0]))
