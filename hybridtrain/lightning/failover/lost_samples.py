@@ -104,10 +104,9 @@ class LostSampleRedistribution:
         client, samplers = self._client, self._loaders.samplers
         client.gather("who is there", None)
         left = [sampler.left_by(client.gone) for sampler in samplers]
-        behind = min(range(len(left)), key=lambda number: samplers[number].lap)
         if client.left or any(left):
             if all(client.gather("whether to make it up", self._can)):
-                self._go_on(left[behind])
+                self._go_on(left)
                 return
             self._complain(left)
         if not self._position.on(EpochEvent.ALL_MEET):
@@ -132,14 +131,15 @@ class LostSampleRedistribution:
     def _is_at_end(self) -> bool:
         return self._position.state is EpochState.AT_END
 
-    def _go_on(self, left: Spans) -> None:
+    def _go_on(self, left: list[Spans]) -> None:
         loop, fetcher = self._trainer.fit_loop.epoch_loop, training_fetcher(self._trainer)
         if forget_group(self._trainer):  # the last step was of a smaller one: its row counts
             set_logged_step(self._trainer, logged_step(self._trainer) + 1)
         # The first loader to end may have begun another pass; it alone may count a skipped step.
         laps, batches = zip(*[sampler.place for sampler in self._loaders.samplers], strict=True)
+        spans, place = left[laps.index(min(laps))], (min(laps), max(batches))
         for sampler in self._loaders.samplers:
-            sampler.go_on(self._client.there, left, (min(laps), max(batches)))
+            sampler.go_on(self._client.there, spans, place)
         self._position.change_lengths()
         self._position.on(EpochEvent.IS_CONTINUED)
         loop.batch_progress.is_last_batch = False

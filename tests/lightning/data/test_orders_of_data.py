@@ -43,6 +43,11 @@ def test_a_stream_is_dealt_each_sample_once(policy: str, n: int, workers: int) -
     assert seen(DataLoader(Stream(n), 4), workers, policy=policy, iterable="deal") == n
 
 
+def test_a_dealt_stream_alone_ends_its_epochs_where_lost_workers_are_made_up_for() -> None:
+    options = {"iterable": "deal", "on_failure": "continue"}
+    assert seen(DataLoader(Stream(40), 4), 2, policy="async", **options) == 40
+
+
 @pytest.mark.filterwarnings("error:strategy.iterable=deal")
 @pytest.mark.parametrize(("policy", "drops"), [("backup", True), ("async", False)])
 def test_a_dealt_stream_under_a_policy_that_drops_is_warned_of(policy: str, drops: bool) -> None:
