@@ -90,8 +90,11 @@ class CallsByHand:
         """Leave the calls for updates up to now to other workers."""
         self._seen = self._client.version
 
-    def find_due(self, count_batches: Callable[[], float]) -> None:
+    def call_for_logged(self, count_batches: Callable[[], float]) -> None:
         """Find the updates, since this worker's last mini-batch, for which it may call.
+
+        It calls now where training has logged the metric. Else Lightning calls, behind a
+        validation if there is one, where workers call in any order.
 
         ``count_batches``: returns the number of the epoch's mini-batches.
         """
@@ -101,17 +104,8 @@ class CallsByHand:
         self._client.settle()
         before, now = self._seen, self._client.version
         for due in self._due.values():
-            due.updates += updates_due(self._trainer, int(due), before, now, batches)
+            due.updates = updates_due(self._trainer, int(due), before, now, batches)
         self.pass_over()
-
-    def call_for_logged(self, count_batches: Callable[[], float]) -> None:
-        """Find them, and call with metrics that training has logged.
-
-        Lightning calls behind a validation. There other workers would call in any order.
-        """
-        if not self._due:
-            return
-        self.find_due(count_batches)
         names = {each.meta.name for each in training_results(self._trainer).values()}
         metrics, module = self._trainer.callback_metrics, self._trainer.lightning_module
         for number, due in self._due.items():

@@ -131,15 +131,13 @@ class UpdateCount:
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
         if interval == "epoch" or not self._absence.passed:
-            if interval == "step" and not accumulates(self._trainer):
-                self.by_hand.find_due(self._batches)
             proceed(interval, update_plateau_schedulers)
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True
             self._every.end(self._made)
 
     def call_for_logged(self) -> None:
-        """Behind a mini-batch, before a validation, for which all workers meet."""
+        """Step schedules on a plateau of training: all workers may meet next, for a validation."""
         if not (self._absence.passed or accumulates(self._trainer)):
             self.by_hand.call_for_logged(self._batches)
 
