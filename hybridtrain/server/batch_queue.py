@@ -137,9 +137,9 @@ class _Pass:
         )
         return request.several and kind(self.request) == kind(request)
 
-    def least(self, worker: int) -> int:
-        """The smallest mini-batch that the worker can draw."""
-        return self.request.sizes[worker] if self.request.drop_last else 1
+    def least(self, sizes: Sequence[int]) -> int:
+        """The smallest mini-batch that workers of these batch sizes can draw."""
+        return min(sizes) if self.request.drop_last else 1
 
     def offer(self, worker: int, request: Draw) -> Spans:
         """The positions that the worker could draw, the next ones first."""
@@ -206,7 +206,7 @@ class _Pass:
 
     def suffices(self, worker: int) -> bool:
         """Whether the worker can draw from what is left."""
-        return total(self.left) >= self.least(worker)
+        return total(self.left) >= self.least(self.request.sizes[worker : worker + 1])
 
     def held(self, worker: int) -> int:
         """The number of positions that the worker has drawn and not done yet."""
@@ -317,17 +317,17 @@ class BatchQueue:
         return self._next(one, worker, request)
 
     def _draw_together(self, one: _Pass, worker: int, request: Draw) -> Ticket:
-        """What the worker has drawn, or first draws, from another loader in the same step.
+        """Draw the positions that the worker has of another loader in this step, or new ones.
 
         Loader processes draw ahead, so any loader may be the first to ask.
         """
         first, loader = one.first or one, request.lap.loader
         steps = first.steps.setdefault(worker, _Steps())
         if request.begins:
-            anew = steps.begin(loader)
-            for each in {id(one): one, id(first): first}.values():
-                if anew or each is not first:
-                    each.give_back(worker)
+            if steps.begin(loader):
+                first.give_back(worker)
+            if one is not first:
+                one.give_back(worker)
         step = steps.n_drawn[loader]
         steps.n_drawn[loader] += 1
         if step == len(steps.tickets):
@@ -353,8 +353,7 @@ class BatchQueue:
         if n == size or (n > 0 and not request.drop_last):
             drawn = one.take(worker, offered, n)
             return Ticket(drawn, more=one.take_more(worker, request))
-        needed = min(request.sizes) if request.drop_last else 1
-        if fresh and request.fills and request.length >= needed:
+        if fresh and request.fills and request.length >= one.least(request.sizes):
             return Ticket(((0, min(size, request.length)),), False)
         return Ticket(())
 
@@ -447,8 +446,8 @@ class BatchQueue:
         for lap in {cover.lap for cover in covers} & self._passes.keys():
             one = self._passes[lap]
             own = merged([span for cover in covers if cover.lap == lap for span in cover.spans])
-            least = min(map(one.least, range(len(one.request.sizes))))
-            if not one.request.limited and total(without(one.unseen(), own)) >= least:
+            least, rest = one.least(one.request.sizes), total(without(one.unseen(), own))
+            if not one.request.limited and rest >= least:
                 return False
         return True
 
@@ -480,9 +479,9 @@ class BatchQueue:
         A worker that continues from an earlier report may be one epoch behind.
         """
         epoch = min((lap.epoch for lap in self._passes), default=0)
-        # A loader that ends before others may have begun its next pass.
-        laps = [(lap, one) for lap, one in self._passes.items() if one.first is None]
-        passes = [one for lap, one in laps if lap[1:] == (epoch, 0)]
+        # A loader that ends before others may have begun its next pass; others follow the first.
+        laps, first = self._passes.items(), (epoch, 0)
+        passes = [one for lap, one in laps if lap[1:] == first and one.first is None]
         return any(one.suffices(each) for one in passes for each in there)
 
     def unseen(self) -> dict[LoaderPass, Spans]:
