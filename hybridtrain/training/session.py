@@ -293,13 +293,10 @@ class WorkerSession:
         self.put_back()
         self._gathered.begin(samples, together)
 
-    def pull(self, alike: bool = False) -> int:
-        """Bring the parameters up to date; their version.
-
-        ``alike``: all workers have written the same to them, since they met.
-        """
+    def pull(self) -> int:
+        """Bring the parameters up to date; their version."""
         self._client.settle()
-        version = self._client.pull(self.replica.writes(alike), alike)
+        version = self._client.pull(self.replica.writes())
         self.replica.refresh()
         return version
 

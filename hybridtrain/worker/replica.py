@@ -128,19 +128,16 @@ class Replica(Protocol):
         """
         ...
 
-    def writes(self, alike: bool = False) -> Writes:
-        """What user code has made, since the last refresh, of parameters that follow.
-
-        ``alike``: in all workers, since they met.
-        """
+    def writes(self) -> Writes:
+        """Parameters that user code has changed since the last refresh, of those that follow."""
         ...
 
-    def has_own_writes(self, surely: bool) -> bool:
-        """Whether this worker alone has ``writes``, which the server adds to the masters.
+    def written(self, alike: bool) -> Writes:
+        """Writes to send before the next push.
 
-        ``surely``: else a cheap look, which may miss some.
+        ``alike``: all workers have made them since they met. Else a cheap look may miss some.
         """
-        return False
+        ...
 
     def refresh(self, keep: bool = False) -> None:
         """The masters have moved: bring what follows up to date. Comes after ``writes``.
@@ -226,7 +223,6 @@ class HostReplica(Replica):
         self._rows = [store.gradient(worker, slot) for slot in slots]  # each in parameter's shape
         self._window = open_window(store, worker)
         self._tells_writes = tells_writes(store, worker)
-        self._is_copy = store.private_parameters
         self._number_of = {slot: number for number, slot in enumerate(slots)}
         self._following = list(slots)
         self._views = [self._window.view(slot) for slot in slots]
@@ -335,12 +331,10 @@ class HostReplica(Replica):
                 view.copy_(parameter.data)
                 parameter.data = view
 
-    def has_own_writes(self, surely: bool) -> bool:
-        if surely:
-            self._reattach()
-        return self._is_copy and bool(self._window.written(self._following))
+    def written(self, alike: bool) -> Writes:
+        return self.writes() if alike or self._window.written(self._following) else {}
 
-    def writes(self, alike: bool = False) -> Writes:
+    def writes(self) -> Writes:
         self._reattach()
         changed = self._window.written(self._following)
         if not self._tells_writes:

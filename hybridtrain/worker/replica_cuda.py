@@ -93,7 +93,7 @@ class CudaReplica(Replica):
         sources = [store.parameter(worker, slot) for slot in slots]  # host, page-locked
         self.incoming = Incoming(streams, self._parameters, sources)
         self._outgoing = Outgoing(streams, self._rows)
-        self._tells_writes, self._is_copy = tells_writes(store, worker), store.private_parameters
+        self._tells_writes = tells_writes(store, worker)
         self._following = list(range(len(slots)))
         self._counts = [0] * len(slots)  # torch's, of changes in place
         self._norms: dict[int, torch.Tensor] = {}  # () float64 each, on the device
@@ -231,13 +231,12 @@ class CudaReplica(Replica):
         note = self._take_fingerprints_on_the_way if self._tells_writes else self._take_counts
         self.incoming.copy(numbers, note)
 
-    def has_own_writes(self, surely: bool) -> bool:
-        if not self._is_copy or surely:
-            return self._is_copy and bool(self.writes())
+    def written(self, alike: bool) -> Writes:
         counts = self._counts
-        return any(self._parameters[n]._version != counts[n] for n in self._following)
+        seen = any(self._parameters[n]._version != counts[n] for n in self._following)
+        return self.writes() if alike or seen else {}
 
-    def writes(self, alike: bool = False) -> Writes:
+    def writes(self) -> Writes:
         """Seen by fingerprint: comparing with the host would take the bus for a whole pass."""
         self.incoming.settle()
         if self._closed or not self._tells_writes or not self._following:

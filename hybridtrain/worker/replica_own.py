@@ -98,14 +98,12 @@ class OwnReplica(Replica):
     def admit(self, numbers: Iterable[int], sparse: bool) -> None:
         self._following = sorted({*self._following, *numbers})
 
-    def has_own_writes(self, surely: bool) -> bool:
-        return surely and bool(self.writes(surely))
+    def writes(self) -> Writes:
+        """None: what user code writes is part of the worker's movement."""
+        return {}
 
-    def writes(self, alike: bool = False) -> Writes:
-        """None: what user code writes is part of the worker's movement, if it hands one over.
-
-        ``alike``: where workers have met they have the masters, and else gradients only.
-        """
+    def written(self, alike: bool) -> Writes:
+        """None, but where no movement is handed over: workers that have met have the masters."""
         if not (alike and self._gives_gradients):
             return {}
         return {number: elements(self._parameters[number]) for number in self.changed()}

@@ -40,14 +40,15 @@ def gradients_are_final(trainer: Any) -> bool:
     return not names_a_gradient((module, *callbacks))
 
 
-def is_hooked(trainer: Any, hook: str, *of_module: str) -> bool:
-    """Whether the user's module or a callback of the user's has the hook, or the module others."""
+def is_hooked(trainer: Any, *hooks: str) -> bool:
+    """Whether the user's module, or a callback of the user's, has one of these hooks."""
     module, callbacks = trainer.lightning_module, trainer.callbacks
+    if any(is_overridden(hook, module, parent=LightningModule) for hook in hooks):
+        return True
     frameworks = ((each, type(each).__module__.partition(".")[0]) for each in callbacks)
     own = [x for x, name in frameworks if name not in FOREIGN or isinstance(x, LambdaCallback)]
-    return any(is_overridden(hook, each, parent=Callback) for each in own) or any(
-        is_overridden(each, module, parent=LightningModule) for each in (hook, *of_module)
-    )
+    known = [hook for hook in hooks if hasattr(Callback, hook)]
+    return any(is_overridden(hook, each, parent=Callback) for hook in known for each in own)
 
 
 def names_a_gradient(objects: Iterable[object]) -> bool:

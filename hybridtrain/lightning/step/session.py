@@ -82,10 +82,9 @@ class Session(WorkerSession):
         self.averages = shown or requirements.means_gradients
         if requirements.backs_up:  # Lightning's, of a mini-batch that another worker has processed
             warnings.filterwarnings("ignore", ".*training_step.*returned.*None")
+        behind = "on_train_batch_end", "on_before_zero_grad", "optimizer_step"
+        self._hooked_behind_step = is_hooked(module.trainer, *behind)
         self._hooked_at_start = is_hooked(module.trainer, "on_train_batch_start")
-        self._hooked_behind_step = is_hooked(
-            *(module.trainer, "on_train_batch_end", "on_before_zero_grad", "optimizer_step")
-        )
         trained = Trained(
             named,
             stepped,
@@ -202,13 +201,15 @@ class Session(WorkerSession):
         """
         alike = self._has_met
         hooked = self._hooked_at_start if starts else self._hooked_behind_step
-        if not (alike or hooked) or not self.replica.has_own_writes(surely=alike):
+        if not (self._store.private_parameters and (alike or hooked)):
             return None
-        if alike and self._client.joins:
-            self.replica.writes()
-            self.replica.refresh()
+        if not self.replica.written(alike):  # before a release is awaited
             return None
-        return self.pull(alike)
+        self._client.settle()
+        again = alike and self._client.joins
+        version = None if again else self._client.pull(self.replica.written(alike), alike)
+        self.replica.refresh()
+        return version
 
     @contextmanager
     def keeping_writes(self) -> Iterator[None]:
