@@ -11,6 +11,12 @@ class UserError(ValueError):
     """
 
 
+AT_LIMIT = (
+    "this user has as many processes and threads as its limit allows; raise it (ulimit -u), end "
+    "others, or use fewer workers"
+)
+
+
 class Lost(RuntimeError):
     """A process or host of the run has ended by itself; a traceback of this one says nothing more.
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridtrain.cli import hydra_config
-from hybridtrain.errors import UserError
+from hybridtrain.errors import AT_LIMIT, UserError
 from hybridtrain.options import strategy_arguments
 from hybridtrain.util.option_types import hint, shown
 
@@ -63,10 +63,7 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str | None:
             "hydra.sweep.dir=DIR"
         )
     if "can't start new thread" in str(error):
-        return (
-            "no thread can be started: this user has as many processes and threads as its limit "
-            "allows; raise it (ulimit -u), end others, or use fewer workers"
-        )
+        return f"no thread can be started: {AT_LIMIT}"
     return None
 
 

@@ -198,8 +198,7 @@ def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str
     more = [quoted("resume", directory.absolute()), quoted("hydra.run.dir", directory)]
     if path is None:
         return [*overrides, *more]
-    plain = [x for x in overrides if hydra_config.parse([x])[0].key_or_group != "ckpt"]
-    return [*plain, *more, quoted("ckpt", path)]
+    return [*(x for x in overrides if x not in begins), *more, quoted("ckpt", path)]
 
 
 def _own_folders(directory: Path) -> list[Path]:

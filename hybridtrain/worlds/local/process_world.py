@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from selectors import BaseSelector, DefaultSelector
 from typing import Any, Protocol
 
-from hybridtrain.errors import UserError
+from hybridtrain.errors import AT_LIMIT, UserError
 from hybridtrain.monitoring.hang_detector import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, is_stopped, to_stderr
 from hybridtrain.protocol.events import (
@@ -256,11 +256,7 @@ class ProcessWorld:
         try:
             self._starter.start(there, selector)
         except BlockingIOError as error:
-            raise UserError(
-                f"{len(there)} workers cannot be started: this user has as many processes and "
-                "threads as its limit allows; raise it (ulimit -u), end others, or use fewer "
-                "workers"
-            ) from error
+            raise UserError(f"{len(there)} workers cannot be started: {AT_LIMIT}") from error
         for worker in absent:
             self.roster.reaped(worker)
             self._on(Removed(worker, announced=True))
