@@ -30,8 +30,10 @@ from omegaconf import DictConfig
 
 from hybridtrain.cli.further_host import diverted
 from hybridtrain.cli.validation.host_checks import check_directory, check_files
-from hybridtrain.errors import UserError
+from hybridtrain.errors import Lost, UserError
 from hybridtrain.monitoring.watchdog import process_state, to_stderr
+from hybridtrain.report.runs import CONFIG_FILE
+from hybridtrain.util.files import short
 
 LOCK_FILE = ".lock"
 PATIENCE_S = 2.0  # for processes that are being killed
@@ -134,6 +136,21 @@ def release(directory: Path) -> None:
     for each in [x for x in _held if x.directory == directory.resolve()]:
         _held.remove(each)
         _release(each)
+
+
+def check_kept(directory: Path) -> None:
+    """Check that the directory is the one that this process has claimed.
+
+    Raises:
+        Lost: if it was removed or moved since, with all that the run had written.
+    """
+    mine = [x for x in _held if x.directory == directory.resolve() and x.fd >= 0]
+    gone = [x for x in mine if not _is_at(x.fd, x.directory / LOCK_FILE)]
+    if gone and not (directory / CONFIG_FILE).exists():
+        raise Lost(
+            f"the run directory {short(directory)} was removed or moved during the run: its "
+            "configuration, record, logs and checkpoints until then are not there"
+        )
 
 
 def _release(mine: Claim) -> None:

@@ -166,13 +166,13 @@ def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
 
 
 def _hear_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt even where the shell ignores it.
+    """Let Ctrl-C raise KeyboardInterrupt from now on, even where the shell ignores it.
 
     A script's background job inherits "ignore"; torch's workers, which end by SIGINT, would then
     outlive their parent.
     """
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, signal.SIG_DFL):
             signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:
         pass  # not in the main thread: the embedding program decides

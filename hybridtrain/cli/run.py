@@ -40,7 +40,7 @@ from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from hybridtrain.cli.claim import started_by_a_run
+from hybridtrain.cli.claim import check_kept, started_by_a_run
 from hybridtrain.cli.exit_status import (
     BAD_INPUT,
     FAILED,
@@ -376,6 +376,7 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
     if not cfg.test_only:
         with keeping_whole(trainer), naming_monitors(cfg):
             _fit(cfg, parts)
+        check_kept(Path(cfg.run_dir))
         parts.metrics |= metrics_of(trainer)
         parts.pruned = parts.reporter is not None and parts.reporter.was_pruned()
         if parts.pruned:
@@ -414,6 +415,7 @@ def _quiet_csv(loggers: list[Logger]) -> list[Logger]:
 
 
 def _outcome(cfg: DictConfig, parts: Parts) -> CommandOutcome:
+    check_kept(Path(cfg.run_dir))
     metric, lost = _metric(cfg, parts), unsaved(parts.trainer)
     if not lost:
         return CommandOutcome(metric=metric)

@@ -11,7 +11,7 @@ from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.first_k import Deadline, FirstK, Softsync
 from hybridtrain.policies.grace import Grace
 from hybridtrain.policies.policy import Needs, Policy
-from hybridtrain.policies.registry import POLICIES, Spec, make_policy
+from hybridtrain.policies.registry import POLICIES, Spec, check_no_scheme, make_policy
 from hybridtrain.policies.switch import Switch
 from hybridtrain.protocol.facts import (
     Accumulate,
@@ -60,5 +60,6 @@ __all__ = [
     "TimerFired",
     "WaitForAll",
     "Waiting",
+    "check_no_scheme",
     "make_policy",
 ]

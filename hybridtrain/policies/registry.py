@@ -20,7 +20,8 @@ from hybridtrain.policies.grace import Grace
 from hybridtrain.policies.policy import Policy
 from hybridtrain.policies.switch import Switch
 from hybridtrain.policies.warm_start import WarmStart
-from hybridtrain.util.option_types import Natural, NotNegative, Positive, choose
+from hybridtrain.schemes import SCHEMES
+from hybridtrain.util.option_types import Natural, NotNegative, Positive, choose, name_of
 
 Spec = str | Mapping[str, Any] | Policy  # a name, {"name": ..., parameters}, or an object
 
@@ -89,10 +90,20 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 }
 
 
+def check_no_scheme(what: str, given: Any) -> None:
+    """Refuse the name of a strategy that is more than a policy; raises UserError."""
+    if (name := name_of(given)) in SCHEMES:
+        raise UserError(
+            f"{what}={name} was given; {name} is a strategy, which has an exchange of its own "
+            f"besides its policy; give strategy={name}, in Python Trainer(strategy={name!r})"
+        )
+
+
 def make_policy(given: Spec) -> Policy:
     """A policy from its name, its name and parameters, or the object itself.
 
     Raises:
         UserError: if the name is not known, or the parameters make no sense.
     """
+    check_no_scheme("policy", given)
     return choose("policy", given, POLICIES, Policy)  # type: ignore[type-abstract]

@@ -221,6 +221,15 @@ def test_a_fresh_run_in_a_directory_in_use_is_refused_and_writes_nothing(
         assert more or sorted(x.name for x in Path("here").iterdir()) == [".lock"]
 
 
+def test_a_run_whose_directory_is_removed_ends_with_one_line(command: Command) -> None:
+    removal = ["+callbacks.removal._target_=tests.cli.tiny.Removal"]
+    removal += ["+callbacks.removal.directory=here", "hydra.run.dir=here", "trainer.devices=1"]
+    ended = command(*RUN, *removal)
+    assert ended.code == 1
+    assert "the run directory here was removed or moved during the run" in ended.err
+    assert "Traceback" not in ended.err
+
+
 @pytest.mark.slow
 def test_a_sweep_leaves_directories_in_use_alone(command: Command) -> None:
     Path("jobs/1").mkdir(parents=True)

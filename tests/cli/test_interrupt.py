@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -85,6 +87,15 @@ def test_a_second_signal_ends_a_run_at_once_though_its_workers_do_not_listen(
     os.kill(run.pid, signal.SIGTERM)
     assert run.status() == 143
     assert _none_left(run.pid)
+
+
+def test_an_interrupt_while_the_command_is_imported_prints_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hydra.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    found = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "hybridtrain", "task=digits"]
+    done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout + done.stderr == ""
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,14 @@ TINY = [
     "trainer.max_epochs=2",
     "trainer.accelerator=cpu",
 ]
+
+
+class Removal(pl.Callback):
+    """Removes this directory behind the first epoch."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0 and trainer.is_global_zero:
+            shutil.rmtree(self.directory)

@@ -20,7 +20,7 @@ from hybridtrain.cli.explain import STRATEGY, base_config
 from hybridtrain.errors import UserError
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS, INSIDE
 from hybridtrain.options.strategy_arguments import checked
-from hybridtrain.policies import POLICIES, make_policy
+from hybridtrain.policies import POLICIES, check_no_scheme, make_policy
 from hybridtrain.testing.faults import check_workers, read_faults
 from hybridtrain.util.option_types import (
     Finite,
@@ -242,6 +242,7 @@ def _check_strategy(given: Mapping[str, Any]) -> None:
     made = checked(given, "strategy.", plain=True)
     policy, exchange = given.get("policy", "hybrid"), made["exchange"]
     if not is_target(policy):
+        check_no_scheme("strategy.policy", policy)
         checked_choice("strategy.policy", policy, POLICIES, plain=True)
         make_policy(policy)
     if exchange is not None and not is_target(exchange):

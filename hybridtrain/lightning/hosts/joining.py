@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,12 +66,13 @@ def with_other_hosts(
         try:
             results = train(hosts)
         except Interrupted as interruption:
-            hosts.conclude(Over(signum=interruption.signum))
+            hosts.conclude(Over(signum=interruption.signum), gathering.last_arrivals())
             raise
         except BaseException as error:
-            hosts.conclude(Over(error=f"{type(error).__name__}: {error}"))
+            over = Over(error=f"{type(error).__name__}: {error}")
+            hosts.conclude(over, gathering.last_arrivals())
             raise
-        hosts.conclude(Over(_whole(results, scratch)))
+        hosts.conclude(Over(_whole(results, scratch)), gathering.last_arrivals())
         return results
 
 
@@ -194,10 +195,17 @@ class _Gathering:
             to_stderr(f"turned away: {stranger}")
         return self.listener.accepted()
 
+    def last_arrivals(self) -> list[HostConnection]:
+        """Let no more come; as :meth:`arrivals`."""
+        return self._fit(self.listener.stop())
+
     def arrivals(self) -> list[HostConnection]:
         """The hosts that have come since the last call; those that do not fit are turned away."""
+        return self._fit(self._came())
+
+    def _fit(self, came: Sequence[HostConnection]) -> list[HostConnection]:
         fit = []
-        for connection in self._came():
+        for connection in came:
             try:
                 self._check(connection, {})
                 fit.append(connection)

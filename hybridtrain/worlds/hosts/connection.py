@@ -50,14 +50,18 @@ class Listener(Door):
             done, self._done = self._done, []
         return done
 
-    def close(self) -> None:
-        """Stop listening; hosts that ``accepted`` has not returned are lost."""
+    def stop(self) -> list[HostConnection]:
+        """Stop listening; the hosts that ``accepted`` has not returned."""
         super().close()
         for half in self._halves.values():
             _close(half)
-        for connection in self._done:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """Stop listening; hosts that ``accepted`` has not returned are lost."""
+        for connection in self.stop():
             connection.close()
-        self._done = []
 
     def _tidy(self) -> None:
         late = [x for x, half in self._halves.items() if time.monotonic() > half.until]

@@ -175,13 +175,16 @@ class Door(ABC):
     def _greet(self, sock: ssl.SSLSocket, address: str) -> None:
         """Handshake and greeting of one connection."""
         until = time.monotonic() + _GREETING_S
+        let_in = False
         try:
             sock.settimeout(_GREETING_S)
             sock.do_handshake()
             said = hear(sock, until)
             fault = _speaks_another(said)
             with self._lock:
-                fault = fault or self._misfit(said)
+                if (fault := fault or self._misfit(said)) is None:
+                    self._let_in(sock)
+                    let_in = True
             reply = {"about": self._about} if fault is None else {"refused": fault}
             say(sock, {"protocol": PROTOCOL, **reply})
             if fault is not None:
@@ -190,7 +193,7 @@ class Door(ABC):
         except Exception as error:
             sock.close()
             with self._lock:
-                known = sock in self._pending  # or its end is reported already
+                known = let_in or sock in self._pending  # or its end is reported already
             if known:
                 self._refuse(address, why(error))
         finally:
@@ -198,13 +201,16 @@ class Door(ABC):
                 self._pending.pop(sock, None)
                 self._threads.discard(threading.current_thread())
 
+    def _let_in(self, sock: ssl.SSLSocket) -> None:
+        """Nobody may end the connection from here on. Raises Refused, unanswered, if it is over."""
+        if self._closed:
+            raise Refused("this host has stopped listening")
+        if self._pending.pop(sock, None) is None:
+            raise Refused("it had to make room for others")
+
     def _join(self, sock: ssl.SSLSocket, said: dict[str, Any]) -> None:
         with self._lock:
-            if self._closed:
-                raise Refused("this host has stopped listening")
-            if self._pending.pop(sock, None) is None:
-                raise Refused("it had to make room for others")
-            self._keep(sock, said)  # and nobody else may end it from here on
+            self._keep(sock, said)
 
     def _refuse(self, address: str, reason: str) -> None:
         with self._lock:

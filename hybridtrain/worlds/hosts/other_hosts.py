@@ -172,6 +172,8 @@ class OtherHost:
         to_stderr(f"{self.name} is lost: {reason}")
         self.connection.close()
         there = [worker for worker in self.workers.values() if not worker.gone]
+        # First of all workers that wait, so that the loss of others releases none of this host's.
+        there.sort(key=lambda worker: worker.request is None)
         for worker in there:
             worker.counts = worker is there[0]
             text = f"worker {worker.number} is lost with {self.name}: {reason}"
@@ -451,9 +453,9 @@ class Hosts:
         there = [host.connection for host in self._hosts if not host.lost]
         return [*there, *self._waiting.values()]
 
-    def conclude(self, over: Over) -> None:
-        """The call has ended like this: say so, and close the connections."""
-        for connection in self._connections():
+    def conclude(self, over: Over, late: Sequence[HostConnection] = ()) -> None:
+        """The call has ended like this: say so, also to hosts that come too ``late``, and close."""
+        for connection in [*self._connections(), *late]:
             connection.send(over)
             connection.close()
 
