@@ -246,6 +246,7 @@ def _run(
     exchange = exchange_of(policy, spec.exchange)
     _check_plannable(spec, exchange)
     n, steps, seen = layout.workers, exchange.steps, source.seen
+    contributions = _contributions(plan, spec, n, steps)
     times, needs = _times(source, layout), policy.begin(n)
     same = _as_recorded(source, layout) and spec.label == source.strategy
     contention = None if same else _contention(plan, source, layout, needs.whole_rounds)
@@ -262,15 +263,20 @@ def _run(
     )
     if timing.requirements.watches_loss or timing.requirements.evaluates:
         raise UserError(f"strategy={spec.label} depends on losses, which {_SIMULATE}")
-    contributions = max(plan.mini_batches // steps, LEAST_CONTRIBUTIONS * n)
-    if contributions * steps > MOST_MINI_BATCHES:
-        raise UserError(
-            f"strategy={spec.label}: {LEAST_CONTRIBUTIONS} contributions of each of {n} workers "
-            f"are {contributions * steps:,} mini-batches, and a row has at most "
-            f"{MOST_MINI_BATCHES:,}; give fewer workers, or fewer mini-batches in a contribution"
-        )
     timing.run(contributions)
     return timing.counted[0] * steps * seen.batch_size / timing.last_s, timing
+
+
+def _contributions(plan: Plan, spec: StrategySpec, n_workers: int, steps: int) -> int:
+    """To be simulated, of so many mini-batches each. Raises UserError if they are too many."""
+    found = max(plan.mini_batches // steps, LEAST_CONTRIBUTIONS * n_workers)
+    if found * steps > MOST_MINI_BATCHES:
+        raise UserError(
+            f"strategy={spec.label}: {LEAST_CONTRIBUTIONS} contributions of each of {n_workers} "
+            f"workers are {found * steps:,} mini-batches, and a row has at most "
+            f"{MOST_MINI_BATCHES:,}; give fewer workers, or fewer mini-batches in a contribution"
+        )
+    return found
 
 
 _SIMULATE = "a plan has not; python -m hybridtrain.simulate with task=... has"

@@ -445,6 +445,7 @@ class Server:
             self.statistics.start(install.version)
             self._rounds.begin(install.version, install.last)
         self.adopt(store, Optimizers(updates, store, self._pool))
+        store.moves.all_of(range(len(store.layout.slots)))  # the leader has written the masters
         for worker in workers:
             self._rounds.refresh(worker)
         return Done()

@@ -139,7 +139,7 @@ class Harness:
             if job.name in self._answers:
                 self._answers[job.name].result()
         answer = json.loads((folder / "answer.json").read_text())
-        seen = _read(folder) if answer["how"] == "ok" else {}  # what was cut off is half a file
+        seen = read(folder) if answer["how"] == "ok" else {}  # what was cut off is half a file
         return Outcome(answer["how"], answer["seconds"], seen, _log(folder))
 
     def check_end(self, job: Job) -> None:
@@ -177,7 +177,7 @@ _UNION_FACETS = (
 NEVER = ("*.pytorch-lightning_version", "*checkpoint.hybridtrain.*", "files.*.hybridtrain.*")
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> dict[str, Any]:
     """Everything the run has left; the folder's own name is taken out of paths."""
     seen: dict[str, Any] = {}
     for path in sorted(folder.glob("rank-*.pt")):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import Strategy
 
 import hybridtrain  # noqa: F401  (registers the strategies)
 from tests.parity.case import Case
@@ -28,17 +29,18 @@ UNION = "union"  # one worker, no strategy, mini-batches of all workers together
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Which strategy with how many workers, and where they compute."""
+    """Which strategy with how many workers (of each host), and where they compute."""
 
-    strategy: str
+    strategy: str | Strategy
     workers: int
     where: str = "cpu"
+    hosts: int = 1
 
 
 def play(case: Case, run: Run, folder: Path) -> None:
-    """Run, and leave ``rank-*.pt`` and ``main.pt`` in the folder."""
-    files = folder / "run"
-    files.mkdir(parents=True)
+    """Run, and leave ``rank-*.pt`` and ``main.pt`` in the folder, which several hosts share."""
+    files, host = folder / "run", os.environ.get("NODE_RANK", "0")
+    files.mkdir(parents=True, exist_ok=run.hosts > 1)
     os.chdir(files)
     quiet()
     Recorder(folder).attach()
@@ -49,8 +51,9 @@ def play(case: Case, run: Run, folder: Path) -> None:
     except BaseException as error:
         traceback.print_exc()
         seen["error"] = {"type": type(error).__name__, "text": str(error)}
-    seen["files"] = contents(files)
-    torch.save(flatten(seen), folder / "main.pt")
+    if host == "0":
+        seen["files"] = contents(files)
+    torch.save(flatten(seen), folder / ("main.pt" if host == "0" else f"main-{host}.pt"))
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -70,6 +73,7 @@ def make_trainer(case: Case, run: Run, files: Path) -> pl.Trainer:
     options: dict[str, Any] = {
         "accelerator": run.where,
         "devices": run.workers,
+        "num_nodes": run.hosts,
         "strategy": case.ddp if run.strategy == "ddp" else run.strategy,
         "default_root_dir": files,
         "max_epochs": 2,

@@ -6,6 +6,7 @@ import io
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,23 @@ def stats(served: Served) -> dict[str, Any]:
     ((_, reply),) = served.server.on(Received(0, ReadStats()))
     assert isinstance(reply, Stats)
     return reply.values
+
+
+def test_what_the_leader_writes_before_a_further_install_reaches_all_copies_and_hosts() -> None:
+    """A search for a learning rate puts the weights back, and training begins anew."""
+    served = Served(2, OnArrival(), [torch.zeros(4, 2)])
+    store, slot = served.store, served.layout.slots[0]
+    store.moves.note([0], {0: np.array([1])})  # from here on copies are brought up to date by rows
+    for worker in range(2):
+        store.refresh(worker)
+    before = store.moves.n_changes  # by which other hosts know that they lack masters
+    store.master(slot).fill_(7.0)
+    payload = dump(sgd(served.parameters), {id(served.parameters[0]): 0})
+    for worker, install in enumerate([Install((payload,)), Install()]):
+        served.server.on(Received(worker, install))
+    assert store.moves.n_changes > before
+    for worker in range(2):
+        assert torch.equal(store.parameter(worker, slot), store.master(slot))
 
 
 # ---- rounds -------------------------------------------------------------------------------------

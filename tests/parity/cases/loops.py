@@ -135,6 +135,7 @@ def resumed(trainer: pl.Trainer, module: Any, data: Any) -> None:
     second = pl.Trainer(
         accelerator="cpu",
         devices=trainer.num_devices,
+        num_nodes=trainer.num_nodes,
         strategy=again(trainer),
         enable_progress_bar=False,
         enable_model_summary=False,
