@@ -14,6 +14,7 @@ import pytest
 
 import hybridtrain  # noqa: F401  (before Lightning: HYBRIDTRAIN_LIGHTNING may name a package)
 from tests.picking import every_pair, first_of_all
+from tests.support.warm_up import warm_up
 
 # Tests run side by side, and threads that spin for one another made small ones 20 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,6 +49,12 @@ def pytest_collection_finish() -> None:
     """Garbage is looked for again, but not among what has been imported."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> None:
+    """Workers are forked from this process by the thousand."""
+    warm_up()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around -m and -k

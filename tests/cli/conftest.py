@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import io
 import json
 import os
 import socket
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
+from tests.cli.composing import get_mode, load_once
 from tests.cli.zygote import Zygote
 
 
@@ -53,20 +54,11 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture(scope="session", autouse=True)
-def each_text_of_yaml_is_parsed_once() -> Iterator[None]:
+def configurations_are_composed_quickly() -> Iterator[None]:
     """Each command composes its configuration, some of them thrice, and all read the same files."""
-    load, parsed = OmegaConf.load, dict[str, Any]()
-
-    def load_once(file: Any) -> Any:
-        if not hasattr(file, "read"):
-            return load(file)
-        text = file.read()
-        if text not in parsed:
-            parsed[text] = OmegaConf.to_container(load(io.StringIO(text)))
-        return OmegaConf.create(parsed[text])  # a copy
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OmegaConf, "load", load_once)
+        patch.setattr(Hydra, "get_mode", get_mode)
         yield
 
 

@@ -179,6 +179,7 @@ def test_a_strategys_own_options_and_own_search(
 OWN = ["model._target_=tests.cli.tiny.TinyModule", "data._target_=tests.cli.tiny.TinyData"]
 
 
+@pytest.mark.slow
 def test_a_strategys_own_range_replaces_the_common_one_of_the_same_key(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,7 +239,7 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(
     assert more.code == 0 and len(json.loads(Path("jobs/search.json").read_text())["trials"]) == 5
 
 
-@pytest.mark.parametrize("damage", by_default(["gone", "empty", "no values"], "gone", "no values"))
+@pytest.mark.parametrize("damage", by_default(["gone", "empty", "no values"], "gone"))
 def test_a_search_without_its_study_does_not_run_finished_jobs_again(
     command: Command, damage: str
 ) -> None:

@@ -22,6 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.hydra import Hydra
+from omegaconf import OmegaConf
+
+from tests.cli.composing import get_mode, load_once, parse_all
+
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -199,6 +204,8 @@ def main() -> int:
     import hybridtrain.cli.run  # noqa: F401
     from hybridtrain.cli.entry import main as command
 
+    if len(sys.argv) == 1:
+        _be_quick()
     gc.freeze()
     gc.enable()
     if len(sys.argv) > 1:  # a rank of ddp, started by a run as "this command"
@@ -215,6 +222,16 @@ def main() -> int:
         else:
             print(pid, flush=True)
     return 0
+
+
+def _be_quick() -> None:
+    """Do in advance what each command would do again."""
+    from hybridtrain.cli import hydra_config
+    from tests.support.warm_up import warm_up
+
+    OmegaConf.load, Hydra.get_mode = load_once, get_mode
+    parse_all(hydra_config.conf_dir())
+    warm_up()
 
 
 def _settle(folder: Path, temporary: str) -> None:

@@ -16,7 +16,6 @@ from tests.parity.cases import CASES
 from tests.parity.harness import STRATEGIES, Harness, Job
 from tests.parity.places import APART
 
-BY_DEFAULT = ("precision/32-true on CUDA, GAN", "precision/16-mixed on CUDA, clipped")
 OWN_DICE = "the device draws random numbers of its own, the reference those of the CPU"
 AHEAD = "mini-batches that a process has read are moved ahead of their turn: other hooks are called"
 NOT_ALIKE = {
@@ -38,7 +37,7 @@ def _runs() -> list[Any]:
             strategy,
             workers,
             id=f"{case.id}-{strategy}-{workers}",
-            marks=_marks(case, workers),
+            marks=_marks(case),
         )
         for case in CASES.values()
         for strategy in STRATEGIES
@@ -46,11 +45,9 @@ def _runs() -> list[Any]:
     ]
 
 
-def _marks(case: Case, workers: int) -> list[pytest.MarkDecorator]:
-    by_default = workers == 2 and any(fnmatchcase(case.id, pattern) for pattern in BY_DEFAULT)
-    marks = [] if by_default else [pytest.mark.slow]
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
     reasons = [why for pattern, why in NOT_ALIKE.items() if fnmatchcase(case.id, pattern)]
-    return [*marks, *[pytest.mark.skip(reason=why) for why in reasons]]
+    return [pytest.mark.skip(reason=why) for why in reasons]
 
 
 def reference(case: Case, workers: int) -> Job:
@@ -61,7 +58,7 @@ def reference(case: Case, workers: int) -> Job:
 
 
 # Not ``case``, ``strategy``, ``workers``: those are started in advance, elsewhere.
-@pytest.mark.few(1)
+@pytest.mark.slow  # tests/lightning/devices has tests of the stand-in that run by default
 @pytest.mark.parametrize(("what", "under", "n_workers"), _runs())
 def test_workers_on_a_device_give_what_the_reference_gives(
     harness: Harness, what: Case, under: str, n_workers: int

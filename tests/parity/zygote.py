@@ -29,6 +29,7 @@ import torch
 import hybridtrain  # noqa: F401  (before Lightning: HYBRIDTRAIN_LIGHTNING may name a package)
 from tests.parity.cases import CASES
 from tests.parity.play import Run, play
+from tests.support.warm_up import warm_up
 
 _POLL_S = 0.01
 # What torch and Lightning import as late as in a run, so that not each fork has to.
@@ -132,4 +133,5 @@ if __name__ == "__main__":
     os.set_inheritable(channel, False)
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
+    warm_up()
     serve(int(sys.argv[1]), channel)

@@ -129,7 +129,7 @@ def is_whole(model: Arrays, epochs: int = 1, without: int = 0) -> None:
     assert model["t"].sum() == 2 * epochs * (60 - bool(without)) and model["unused"] == 1
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"min_updates": 4}, {"max_updates": 1}])
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("size", [None, 4])
@@ -236,7 +236,7 @@ def test_rows_that_differ_in_a_bit_travel(dtype: torch.dtype) -> None:
 # ---- bad input ----------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("update", "said"),
     [

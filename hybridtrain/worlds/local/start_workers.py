@@ -40,7 +40,13 @@ from hybridtrain.protocol.messages import (
     Stop,
 )
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed, channel_pair
-from hybridtrain.worlds.local.worker_main import Body, SocketPair, WorkerStart, run_worker
+from hybridtrain.worlds.local.worker_main import (
+    Body,
+    SocketPair,
+    WorkerStart,
+    blas_libraries,
+    run_worker,
+)
 
 
 class RestartPoint(NamedTuple):
@@ -359,6 +365,8 @@ class WorkerStarter:
         ]
         forked = self.start_method == "fork"
         rows = [each.arguments(body, pairs, lines if forked else None) for each in births]
+        if forked:
+            blas_libraries()
         processes = self._spawner.start(run_worker, rows)
         try:
             started = [

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -192,10 +193,26 @@ def _prepare_process(start: WorkerStart) -> None:
     keep_freed_memory()
     yield_when_woken()
     torch.set_num_threads(start.threads)
-    from threadpoolctl import threadpool_limits  # costs every import of the package otherwise
-
-    threadpool_limits(start.threads, user_api="blas")  # numpy's, of the loop of a user
+    blas_libraries().limit(limits=start.threads)  # numpy's, of the loop of a user
     torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
+
+
+def blas_libraries() -> Any:
+    """The linear algebra libraries of this process, as ``threadpoolctl`` controls them.
+
+    To find them takes 30 ms, so forked workers inherit what their parent has found.
+    """
+    import threadpoolctl  # noqa: F401  (here, or it would cost every import of the package)
+
+    return _blas_libraries(len(sys.modules))
+
+
+@lru_cache(maxsize=1)
+def _blas_libraries(n_modules: int) -> Any:
+    """Found again once further modules are imported, which may have brought more."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(user_api="blas")
 
 
 def leave_notebook() -> None:
