@@ -134,7 +134,7 @@ class WorkerSession:
     def hand_over_gradients(self, codec: Codec | None) -> tuple[Replica, MakeStep]:
         """Raises ``UserError`` if an optimizer compares losses, whose gradients are rounded."""
         for optimizer in () if codec is None else self._optimizers:
-            if calls_closure(optimizer):
+            if calls_closure(optimizer) and slot_numbers(optimizer, self._number_of):
                 raise UserError(
                     f"exchange.compress={as_typed(codec)} was given with "
                     f"{type(optimizer).__name__}, which evaluates its closure several times in a "

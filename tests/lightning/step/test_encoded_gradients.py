@@ -316,6 +316,20 @@ def test_an_optimizer_that_compares_losses_takes_no_rounded_gradients() -> None:
         trainer.fit(module, DataLoader(regression_data(), 8))
 
 
+class WithoutOptimizer(Regression):
+    """Only measures: Lightning puts an optimizer of its own in the place of none."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+def test_a_module_without_an_optimizer_has_nothing_to_encode() -> None:
+    module, trainer = WithoutOptimizer(), make_trainer("power_sgd", 2, max_epochs=1)
+    before = module.net[0].weight.detach().clone()
+    trainer.fit(module, DataLoader(regression_data(8), 2))
+    assert trainer.current_epoch == 1 and torch.equal(module.net[0].weight, before)
+
+
 def test_rules_of_the_paper() -> None:
     parts = [
         WorkerGradients(w, 0.2, 0, [torch.tensor([float(v)]), None])
