@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from pytorch_lightning.strategies import ParallelStrategy, Strategy
 
+from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
     answer_for_all_workers,
@@ -132,11 +133,23 @@ class HostMemoryStrategy(ParallelStrategy):
         self._change = change
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning, with the position in the epoch; or the state of a restarted worker."""
+        """As in Lightning, with the position in the epoch; or the state of a restarted worker.
+
+        Raises:
+            UserError: if the file is on host 0 only.
+        """
         if self._back is not None:
             checkpoint = self._back.load()
         else:
-            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            try:
+                checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            except FileNotFoundError as error:
+                if self.node_rank == 0:
+                    raise
+                raise UserError(
+                    f"{checkpoint_path} was written by host 0 and is not on host {self.node_rank}; "
+                    "give a default_root_dir (hydra.run.dir) in a folder that all hosts share"
+                ) from error
         if self._change is not None:
             checkpoint = self._change(checkpoint)
         if self._loaders is None:
