@@ -87,7 +87,7 @@ CASES = [
     ("optimizer.lr=fast", ["optimizer.lr=fast", "must be a number"]),
     ("optimizer.lr=-1", ["torch.optim.Adam refused", "-1"]),
     ("optimizer.lr=inf", ["optimizer.lr=inf", "must be a number that is finite"]),
-    ("optimizer.eps=-.inf", ["optimizer.eps=-inf", "must be a number that is finite"]),
+    ("optimizer.eps=-.inf", ["optimizer.eps='-.inf'", "must be a number that is finite"]),
     ("model.hidden=0", ["model.hidden=0", "from 1 on"]),
     ("model.channels=[]", ["model.channels=[]", "(two)"]),
     ("callbacks.progress.line_every_s=-1", ["line_every_s=-1", "from 0 on"]),
