@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
+from pathlib import Path
 
-# Until main() is ready for it, Ctrl-C ends this process at once, without a traceback of imports.
-if threading.current_thread() is threading.main_thread() and (
+# Until main() is ready for it, Ctrl-C ends the command at once, without a traceback of imports.
+# Not where this is only imported.
+if (__name__ == "__main__" or Path(sys.argv[0]).stem == "hybridtrain") and (
     signal.getsignal(signal.SIGINT) is signal.default_int_handler
 ):
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -57,7 +57,7 @@ def check_tensors(n_tensors: int, number: int) -> None:
     if n_tensors < number:
         raise UserError(
             f"exchange.fragments={number} was given, but only {n_tensors} "
-            f"parameter{'s are' if n_tensors > 1 else ' is'} trained, and a fragment has whole "
+            f"parameter{'s are' if n_tensors != 1 else ' is'} trained, and a fragment has whole "
             f"ones; give from 1 to {n_tensors}"
         )
 

@@ -136,7 +136,7 @@ class HostMemoryStrategy(ParallelStrategy):
         """As in Lightning, with the position in the epoch; or the state of a restarted worker.
 
         Raises:
-            UserError: if the file is on host 0 only.
+            UserError: if another host than host 0 does not have the file.
         """
         if self._back is not None:
             checkpoint = self._back.load()
@@ -147,8 +147,9 @@ class HostMemoryStrategy(ParallelStrategy):
                 if self.node_rank == 0:
                     raise
                 raise UserError(
-                    f"{checkpoint_path} was written by host 0 and is not on host {self.node_rank}; "
-                    "give a default_root_dir (hydra.run.dir) in a folder that all hosts share"
+                    f"{checkpoint_path} is not on host {self.node_rank}, and all hosts read it; "
+                    "put it there under the same path, or, if the run itself has written it, give "
+                    "a default_root_dir (hydra.run.dir) in a folder that all hosts share"
                 ) from error
         if self._change is not None:
             checkpoint = self._change(checkpoint)

@@ -38,7 +38,10 @@ class Run:
 
 
 def play(case: Case, run: Run, folder: Path) -> None:
-    """Run, and leave ``rank-*.pt`` and ``main.pt`` in the folder, which several hosts share."""
+    """Run, and leave ``rank-*.pt`` and ``main.pt`` in the folder.
+
+    Several hosts share it; another one than host 0 leaves ``host-*.pt``.
+    """
     files, host = folder / "run", os.environ.get("NODE_RANK", "0")
     files.mkdir(parents=True, exist_ok=run.hosts > 1)
     os.chdir(files)
@@ -53,7 +56,7 @@ def play(case: Case, run: Run, folder: Path) -> None:
         seen["error"] = {"type": type(error).__name__, "text": str(error)}
     if host == "0":
         seen["files"] = contents(files)
-    torch.save(flatten(seen), folder / ("main.pt" if host == "0" else f"main-{host}.pt"))
+    torch.save(flatten(seen), folder / ("main.pt" if host == "0" else f"host-{host}.pt"))
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -1,7 +1,7 @@
 """Fills caches of torch and Lightning before processes are forked that would each fill their own.
 
 Answers of ``isinstance`` for abstract classes, versions of packages, modules that are imported
-late: without them a worker that trains for a tenth of a second takes twice as long.
+late: a short training of two workers takes 5 to 22 % less time with them.
 """
 
 from __future__ import annotations
@@ -9,28 +9,10 @@ from __future__ import annotations
 import logging
 import warnings
 
-import pytorch_lightning as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-
-class Tiny(pl.LightningModule):
-    """Logs and validates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
-        self.log("val", self.net(batch[0]).mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
+from tests.lightning.toys import Regression, make_trainer, regression_data
 
 
 def warm_up() -> None:
@@ -41,15 +23,7 @@ def warm_up() -> None:
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loader = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
-            trainer = pl.Trainer(
-                accelerator="cpu",
-                max_epochs=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            trainer.fit(Tiny(), loader, loader)
+            loader = DataLoader(regression_data(4), 2)
+            make_trainer("auto", 1, max_epochs=1).fit(Regression(), loader, loader)
     finally:
         log.setLevel(level)

@@ -26,6 +26,7 @@ from hybridtrain.training.data import Data
 from hybridtrain.training.saved_run import SavedRun
 from hybridtrain.util.files import flush_output
 from hybridtrain.worlds.local.worker_exit import WorkerDied
+from hybridtrain.worlds.local.worker_main import _blas_libraries
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 
 X = np.random.default_rng(0).normal(size=(90, 4)).astype("f4")
@@ -597,6 +598,17 @@ def blas_threads(worker: Worker) -> set[int]:
 def test_numpy_has_as_many_threads_in_a_worker_as_torch() -> None:
     server = Server(weights(), optimizer=SGD, threads_per_worker=1)
     assert server.run(blas_threads, workers=2, data=X) == [{1}, {1}]
+
+
+def searches(worker: Worker) -> int:
+    for _ in worker.batches():
+        worker.push(None)
+    return _blas_libraries.cache_info().misses  # a fork goes on with its parent's number
+
+
+def test_forked_workers_inherit_the_libraries_that_their_parent_has_found() -> None:
+    found = Server(weights(), optimizer=SGD, start_method="fork").run(searches, workers=2, data=X)
+    assert found == [_blas_libraries.cache_info().misses] * 2
 
 
 def test_a_replaced_array_is_refused() -> None:

@@ -65,14 +65,15 @@ def with_other_hosts(
         hosts = Hosts(there, place.n_hosts, strategy.local_workers, arrivals)
         try:
             results = train(hosts)
+            over = Over(_whole(results, scratch))
         except Interrupted as interruption:
-            hosts.conclude(Over(signum=interruption.signum), gathering.last_arrivals())
+            over = Over(signum=interruption.signum)
             raise
         except BaseException as error:
             over = Over(error=f"{type(error).__name__}: {error}")
-            hosts.conclude(over, gathering.last_arrivals())
             raise
-        hosts.conclude(Over(_whole(results, scratch)), gathering.last_arrivals())
+        finally:
+            hosts.conclude(over, gathering.last_arrivals())
         return results
 
 

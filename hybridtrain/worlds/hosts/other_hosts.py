@@ -453,7 +453,7 @@ class Hosts:
         there = [host.connection for host in self._hosts if not host.lost]
         return [*there, *self._waiting.values()]
 
-    def conclude(self, over: Over, late: Sequence[HostConnection] = ()) -> None:
+    def conclude(self, over: Over, late: Sequence[HostConnection]) -> None:
         """The call has ended like this: say so, also to hosts that come too ``late``, and close."""
         for connection in [*self._connections(), *late]:
             connection.send(over)

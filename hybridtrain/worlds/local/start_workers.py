@@ -360,13 +360,13 @@ class WorkerStarter:
         lines = [worker.channel.sock for worker in self.workers if worker.number not in pairs]
         bells = self._bells
         parent = None if self.start_method == "forkserver" else os.getpid()
-        births = [
-            WorkerStart(n, self.n_workers, self.threads, parent, bells, self.apart) for n in numbers
-        ]
         forked = self.start_method == "fork"
+        blas = blas_libraries() if forked else None
+        births = [
+            WorkerStart(n, self.n_workers, self.threads, parent, bells, self.apart, blas)
+            for n in numbers
+        ]
         rows = [each.arguments(body, pairs, lines if forked else None) for each in births]
-        if forked:
-            blas_libraries()
         processes = self._spawner.start(run_worker, rows)
         try:
             started = [

@@ -105,7 +105,8 @@ _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64-bit systems
 class WorkerStart:
     """The parent's parameters for a worker; ``parent_pid``: ``None`` behind a fork server.
 
-    ``apart``: there are workers on other hosts.
+    ``apart``: there are workers on other hosts; ``blas``: the parent's :func:`blas_libraries`, if
+    the worker is forked.
     """
 
     worker: int
@@ -114,6 +115,7 @@ class WorkerStart:
     parent_pid: int | None
     bells: tuple[int, ...] = ()  # of all workers, if they may make updates in shared memory
     apart: bool = False
+    blas: Any = None
 
     def arguments(
         self, body: Body, pairs: Mapping[int, SocketPair], lines: Sequence[socket.socket] | None
@@ -193,14 +195,15 @@ def _prepare_process(start: WorkerStart) -> None:
     keep_freed_memory()
     yield_when_woken()
     torch.set_num_threads(start.threads)
-    blas_libraries().limit(limits=start.threads)  # numpy's, of the loop of a user
+    blas = blas_libraries() if start.blas is None else start.blas
+    blas.limit(limits=start.threads)  # numpy's, of the loop of a user
     torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
 
 
 def blas_libraries() -> Any:
     """The linear algebra libraries of this process, as ``threadpoolctl`` controls them.
 
-    To find them takes 30 ms, so forked workers inherit what their parent has found.
+    To find them takes up to 30 ms, so forked workers get what their parent has found.
     """
     import threadpoolctl  # noqa: F401  (here, or it would cost every import of the package)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.schemes import parts_of
@@ -27,6 +28,7 @@ from tests.support.several_hosts import run_hosts
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="hosts are forked processes")
 # All of them wait for one another, so one host and two make the same updates.
 IN_LOCK_STEP = ("hybrid", "local_sgd", "synchronous", "diloco", "power_sgd", "streaming_diloco")
+OF_EACH_HOST = ("module.*", "error.*")  # what is left in the calling process
 BESIDES_WIDE = {
     *("callbacks/LearningRateFinder", "callbacks/ModelPruning", "loops/weights loaded before fit"),
     *("loops/weights loaded when training begins", "optimizers/LBFGS", "manual/a closure"),
@@ -49,7 +51,12 @@ def seen(case: Case, strategy: str, hosts: int, folder: Path) -> dict[str, Any]:
     run = Run(made, 2 // hosts, hosts=hosts)
     for host in run_hosts(folder / "logs", partial(play, case, run, folder / "seen"), hosts):
         assert host.status == 0, host.said
-    return read(folder / "seen")
+    found = read(folder / "seen")
+    for path in (folder / "seen").glob("host-*.pt"):
+        other = torch.load(path, weights_only=False)
+        verdict = compare(other, found, OF_EACH_HOST, (), 0.0)
+        assert verdict.compared > 0 and not verdict.differences, verdict.explain()
+    return found
 
 
 @pytest.mark.timeout(240)
