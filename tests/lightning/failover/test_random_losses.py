@@ -95,7 +95,7 @@ def drawn(seed: int) -> Case:
 class Lost(pl.Callback):
     """These workers are killed, each once."""
 
-    def __init__(self, folder: Path, case: Case) -> None:
+    def __init__(self, folder: Path, case: Any) -> None:
         self.folder, self.case, self.left = folder, case, case.left
         setattr(self, case.hook, self.come)
 
@@ -103,8 +103,11 @@ class Lost(pl.Callback):
         mark = self.folder / f"lost {trainer.global_rank}"
         if self.left <= 0 and trainer.global_rank in self.case.lost and not mark.exists():
             mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.die()
         self.left -= 1
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Slow(pl.Callback):

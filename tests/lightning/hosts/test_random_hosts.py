@@ -25,18 +25,14 @@ from torch.utils.data import DataLoader
 from hybridtrain import HybridStrategy
 from tests.cli.zygote import wait_for
 from tests.lightning.failover.counting import STRATEGIES, ByHand, Scheduled, Seen
-from tests.lightning.failover.test_random_losses import EPOCHS, FEATURES, HOOKS, Slow
+from tests.lightning.failover.test_random_losses import EPOCHS, FEATURES, HOOKS, Lost, Slow
 from tests.lightning.toys import make_trainer
 from tests.picking import but_slow
 from tests.support.several_hosts import Pids, run_hosts
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="hosts are forked processes")
 OURS = tuple(name for name in STRATEGIES if name != "hogwild")  # which stays within a host
-MORE: dict[str, dict[str, Any]] = {
-    "pairs": {},
-    "loader processes": {},
-}
-TRAINER = FEATURES | MORE
+TRAINER = FEATURES | {"pairs": {}, "loader processes": {}}
 EXTRAS: dict[str, dict[str, Any]] = {  # options of the strategy
     "": {},
     "narrow": {"transport_dtype": "bf16"},
@@ -48,7 +44,7 @@ BY_ROUND = ("hybrid", "backup", "k_batch_sync")  # docs/failures.md: nothing by 
 
 @dataclass(frozen=True)
 class Case:
-    """One run; ``lost``: the number of a worker or host, as ``what`` says.
+    """One run; ``number``: of the worker or host that is lost, as ``what`` says.
 
     ``what``: empty: all are there and stay; ``late``: the last host comes when training has begun.
     """
@@ -57,7 +53,7 @@ class Case:
     choice: str
     feature: str
     what: str
-    lost: int
+    number: int
     hook: str
     left: int
     hosts: int
@@ -67,8 +63,13 @@ class Case:
     step_s: float
     extra: str
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Workers that end by themselves; of a host the first one."""
+        return (self.number * (self.each if self.what == "host" else 1),)
+
     def __str__(self) -> str:
-        where = f"{self.what} {self.lost}-{self.hook}-{self.left}" if self.what else "all stay"
+        where = f"{self.what} {self.number}-{self.hook}-{self.left}" if self.what else "all stay"
         sizes = f"{self.hosts}x{self.each}-{self.n} by {self.size}"
         return f"{self.strategy}-{self.choice}-{self.feature}-{self.extra}-{where}-{sizes}"
 
@@ -81,7 +82,7 @@ def drawn(seed: int) -> Case:
     what = rng.choice(["", "worker", "host", "host", "late"])
     if feature == "by hand" and strategy in BY_ROUND:
         feature = "plain"
-    lost = rng.randrange(hosts * each) if what == "worker" else rng.randrange(1, hosts)
+    number = rng.randrange(hosts * each) if what == "worker" else rng.randrange(1, hosts)
     hook, left = rng.choice(HOOKS)
     choice = rng.choice(["restart", "continue"])
     n, size = rng.choice([24, 25, 31, 40]), rng.choice([1, 2, 3])
@@ -89,7 +90,7 @@ def drawn(seed: int) -> Case:
     extra = rng.choice([*EXTRAS])
     if extra == "sums" and (strategy != "hybrid" or choice == "continue"):
         extra = ""
-    who = (strategy, choice, feature, what, lost, hook, left)
+    who = (strategy, choice, feature, what, number, hook, left)
     return Case(*who, hosts, each, n, size, step_s, extra)
 
 
@@ -109,21 +110,15 @@ class Begun(pl.Callback):
         Path("begun").touch()
 
 
-class Loss(pl.Callback):
-    """Kills a worker, or from its first worker a host, once."""
+class WithHost(Lost):
+    """A worker takes its host along."""
 
-    def __init__(self, case: Case, mark: Path) -> None:
-        self.case, self.mark, self.left = case, mark, case.left
-        setattr(self, case.hook, self.come)
+    def die(self) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60.0)  # it goes with its host
 
-    def come(self, trainer: Any, *_: Any) -> None:
-        host = self.case.what == "host"
-        rank = self.case.lost * self.case.each if host else self.case.lost
-        if self.left <= 0 and trainer.global_rank == rank and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getppid() if host else os.getpid(), signal.SIGKILL)
-            time.sleep(60.0 if host else 0.0)  # it goes with its host
-        self.left -= 1
+
+LOSSES: dict[str, type[Lost]] = {"worker": Lost, "host": WithHost}
 
 
 def module_of(case: Case) -> Any:
@@ -150,7 +145,7 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
     options |= EXTRAS[case.extra]
     strategy = HybridStrategy(case.strategy, on_failure=case.choice, **options)
     callbacks = [Slow(case.step_s), Seen(folder), Begun()]
-    callbacks += [Loss(case, folder / "lost")] if case.what in ("worker", "host") else []
+    callbacks += [LOSSES[case.what](folder, case)] if case.what in LOSSES else []
     trainer = make_trainer(
         strategy,
         case.each,
@@ -181,12 +176,12 @@ def again(case: Case, folder: Path, pids: Pids) -> None:
     def is_over(host: int) -> bool:
         return os.waitid(os.P_PID, pids[host], os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    sign = folder / ("lost" if case.what == "host" else "host0/begun")
+    sign = folder / (f"lost {case.lost[0]}" if case.what == "host" else "host0/begun")
     while not sign.exists():
         if is_over(0):
             return  # it did not come so far
         time.sleep(0.01)
-    pids.start(host := case.lost if case.what == "host" else case.hosts - 1)
+    pids.start(host := case.number if case.what == "host" else case.hosts - 1)
     wait_for(lambda: is_over(0), lambda: "host 0 does not end", 60)
     with suppress(AssertionError):
         wait_for(lambda: is_over(host), lambda: "", 5)
@@ -208,9 +203,9 @@ def test_each_sample_counts_once_an_epoch_on_all_hosts(tmp_path: Path, case: Cas
         meanwhile=partial(again, case, tmp_path),
         late=int(case.what == "late"),
     )
-    killed = case.what == "host" and (tmp_path / "lost").exists()
+    killed = case.what == "host" and any(tmp_path.glob("lost *"))
     away = (tmp_path / "late").exists() or (killed and case.choice == "continue")
-    absent = case.hosts - 1 if case.what == "late" else case.lost
+    absent = case.hosts - 1 if case.what == "late" else case.number
     left = [x for i, x in enumerate(found) if not (away and i == absent)]
     for host in left:
         assert host.status == 0, host.said
