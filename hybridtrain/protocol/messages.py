@@ -239,12 +239,11 @@ class Draw:
 
     ``spans``: this pass's part of the epoch's order, which has ``length`` positions; ``sizes``: the
     batch size of each worker; ``drop_last``: full mini-batches only; ``begins``: begin the pass
-    (if anew, mini-batches drawn and not trained on return to the queue). ``batches_per_turn``:
-    mini-batches that each worker gets in its turn; 0: first come, first served. ``fills``: if none
-    is left, return one that does not count. ``visits``: draw from shards. ``most``: so many
-    mini-batches at once, while plenty are left. ``limited``: each worker has its own number of
-    mini-batches, so a faster one does not draw those of a slower one. ``last``: do not request
-    another one with the next push. ``several``: a step has a mini-batch of several loaders.
+    (if anew, what was drawn and not trained on returns to the queue, unless it ``continues`` a pass
+    that the worker has finished). ``batches_per_turn``: 0: first come, first served. ``fills``: if
+    none is left, return one that does not count. ``visits``: draw from shards. ``most``: so many at
+    once, while plenty are left. ``limited``: each worker has its own number of mini-batches.
+    ``last``: request no other with the next push. ``several``: a step has one of several loaders.
     """
 
     lap: LoaderPass
@@ -260,6 +259,7 @@ class Draw:
     limited: bool = False
     last: bool = False
     several: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,12 +263,23 @@ class _Pass:
         elif spans in self.drawn.get(worker, []):
             self.finish(worker, spans)
 
+    def begin(self, worker: int, request: Draw) -> None:
+        """The worker begins the pass, perhaps anew."""
+        if request.continues:
+            self._forget(worker)
+        else:
+            self.give_back(worker)
+
     def give_back(self, worker: int) -> None:
         """Return the worker's mini-batches to the queue, but those that others process, too."""
         gone = [*self.drawn.pop(worker, []), *self.claimed.pop(worker, [])]
         undone = [span for spans in gone if spans not in self.doubled for span in spans]
         self.doubled.difference_update(gone)
         self.left = merged([*self.left, *undone])
+        self._forget(worker)
+
+    def _forget(self, worker: int) -> None:
+        """The worker has drawn nothing yet, as far as its next draws go."""
         self.dealt.pop(worker, None)
         self.shards.kept.pop(worker, None)
         self.served.discard(worker)
@@ -313,7 +324,7 @@ class BatchQueue:
         if request.several:
             return self._draw_together(one, worker, request)
         if request.begins:
-            one.give_back(worker)
+            one.begin(worker, request)
         return self._next(one, worker, request)
 
     def _draw_together(self, one: _Pass, worker: int, request: Draw) -> Ticket:
@@ -325,9 +336,9 @@ class BatchQueue:
         steps = first.steps.setdefault(worker, _Steps())
         if request.begins:
             if steps.begin(loader):
-                first.give_back(worker)
+                first.begin(worker, request)
             if one is not first:
-                one.give_back(worker)
+                one.begin(worker, request)
         step = steps.n_drawn[loader]
         steps.n_drawn[loader] += 1
         if step == len(steps.tickets):

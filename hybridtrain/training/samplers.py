@@ -433,7 +433,7 @@ class QueueSampler(EpochSampler):
         fills, limit, several = plan.fills(), plan.limit(), plan.several()
         # The rest of a reopened pass is not dealt in turns.
         in_turn = 0 if self._reopened else plan.batches_per_turn()
-        self._reopened = False
+        continues, self._reopened = self._reopened, False
         # The loader counts samples into mini-batches, so a smaller one must be the last.
         while n_drawn == self.batch_size and (batches < limit or plan.redoes):
             ask = Draw(
@@ -442,6 +442,7 @@ class QueueSampler(EpochSampler):
                 limited=limit < math.inf,
                 last=batches + 1 >= limit,
                 several=several,
+                continues=continues,
             )
             ticket = self._client.draw(ask)
             begins, batches, n_drawn = False, batches + 1, total(ticket.spans)

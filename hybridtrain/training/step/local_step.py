@@ -41,6 +41,8 @@ class LocalStep(WorkerStep):
         client, wants = parts.client, parts.requirements
         place, self._own, self._group = (client.worker, client.n_workers), replica, group
         self._used = 0.0  # samples of this worker since its last offer, in a group
+        # By how much the weights of the steps since then exceed their samples.
+        self._surplus = 0.0
         self._means: MeanParameters | None = None
         if group is not None:
             place = group.number, group.n_groups
@@ -76,10 +78,12 @@ class LocalStep(WorkerStep):
     def _advance(self, samples: float) -> None:
         """One step with the gradients of so many samples; with none, the others make it."""
         self._check_members()
+        new = self._gathered.pop_samples()  # of a mini-batch that an earlier step had: none
         self._end_step()
         self._used += samples
         if self._parts.requirements.backs_up and not self._client.claim():
             samples = 0.0
+        self._surplus += samples - new if samples > 0 else 0.0
         if samples > 0 and self._parts.requirements.evaluates:  # a sum could not tell which it was
             self._guard.accepts(self.numbers, self._replica.collect(self.numbers))
         if self._means is not None:
@@ -129,8 +133,11 @@ class LocalStep(WorkerStep):
     def _counted(self, offer: Offer) -> tuple[float, float]:
         """What the offer weighs, and the samples that this worker has used for it."""
         weight, samples = offer.weight, offer.weight if offer.samples is None else offer.samples
-        if self._group is None or offer.only_fetches:
+        if offer.only_fetches:
             return weight, samples
+        if self._group is None:
+            surplus, self._surplus = self._surplus, 0.0
+            return weight, samples - surplus
         if self._means is not None:
             weight = self._group.sum(weight)
         samples, self._used = self._used, 0.0
