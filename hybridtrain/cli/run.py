@@ -314,7 +314,8 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
     _try_optimizer(cfg)
     module = made("model", cfg.model, pl.LightningModule)
     data = made("data", cfg.data, pl.LightningDataModule) if cfg.data.get("_target_") else None
-    step = 0 if cfg.ckpt is None else check_checkpoint(Path(cfg.ckpt), module, not cfg.test_only)
+    given = None if place_in(cfg).host else cfg.ckpt  # of host 0, for all
+    step = 0 if given is None else check_checkpoint(Path(given), module, not cfg.test_only)
     loggers = _named("logger", cfg.logger, Logger)
     callbacks = _callbacks(cfg, loggers)
     reporter = reports.reporter(cfg.task)
@@ -581,11 +582,10 @@ def describe_run(cfg: DictConfig, trainer: pl.Trainer, drawn_seed: int | None) -
     """Add configuration, seed and directories to the header of the run's record, if any."""
     context = context_if_ours(trainer)
     if context is not None and context.recording is not None:
-        run_dir = Path(cfg.run_dir)
+        run_dir = Path(cfg.run_dir).absolute()
         about: dict[str, Any] = {"config": portable(cfg), "drawn_seed": drawn_seed}
-        present = run_dir.rglob("*.ckpt")
-        about["checkpoints"] = sorted(str(path.relative_to(run_dir)) for path in present)
-        about |= {"directory": str(Path.cwd()), "run_dir": str(run_dir.absolute())}
+        kept = sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.ckpt"))
+        about |= {"checkpoints": kept, "directory": str(Path.cwd()), "run_dir": str(run_dir)}
         if cfg.ckpt is not None:
             about["ckpt"] = hash_of_checkpoint(Path(cfg.ckpt))
         context.recording.describe(about)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from pytorch_lightning.strategies import ParallelStrategy, Strategy
 
-from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
     answer_for_all_workers,
 )
+from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
@@ -20,9 +20,11 @@ from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
+from hybridtrain.lightning.hosts.agreement import checkpoint_of_host_0
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0, place_of
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.lightning.results.returned_optimizers import Trained
+from hybridtrain.recording.run_description import Recording
 from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worker.client import Client
 
@@ -36,6 +38,7 @@ class HostMemoryStrategy(ParallelStrategy):
     """
 
     strategy_name = "hybrid"
+    recording: Recording | None
     keeping: CheckpointWriting
     device_memory: DeviceMemory
     workers_per_device: int
@@ -47,6 +50,7 @@ class HostMemoryStrategy(ParallelStrategy):
     _loaders: Loaders | None = None  # of a worker
     _change: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of loaded checkpoints
     _back: Rejoin | None = None  # of a restarted worker
+    _copy: str | None = None  # the path of a copy of host 0's checkpoint, to be loaded instead
     _schedules: list[Any]
     _lacks_optimizers = False  # in the calling process, after training
     _collectives: Collectives | None = None  # of a worker
@@ -87,6 +91,12 @@ class HostMemoryStrategy(ParallelStrategy):
     def numbers_here(self) -> range:
         """The numbers of this host's workers."""
         return range(self.first_worker, self.first_worker + self.local_workers)
+
+    @property
+    def hosts_of_run(self) -> int:
+        """The number of hosts of this run, or of the run that is replayed."""
+        again = 1 if self.recording is None else self.recording.n_hosts
+        return max(again, self.place.n_hosts)
 
     @property
     def place(self) -> HostPlace:
@@ -132,25 +142,31 @@ class HostMemoryStrategy(ParallelStrategy):
         """Let checkpoints pass through ``change`` when they are loaded, also in workers."""
         self._change = change
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning, with the position in the epoch; or the state of a restarted worker.
+    def resume_together(
+        self, proceed: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """On several hosts, in all workers: load host 0's file.
 
-        Raises:
-            UserError: if another host than host 0 does not have the file.
+        Not in :meth:`load_checkpoint`, around which Lightning holds a lock: the workers of a replay
+        are threads.
         """
+        if not path:
+            proceed(path, *args, **kwargs)
+            return
+        if isinstance(self.checkpoint_io, WholeCheckpointIO):
+            self.checkpoint_io.wait()  # the run itself may be writing it
+        with checkpoint_of_host_0(self.client, path) as copy:
+            self._copy = copy
+            proceed(path, *args, **kwargs)
+            self._copy = None
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Lightning, with the position in the epoch; or the state of a restarted worker."""
         if self._back is not None:
             checkpoint = self._back.load()
         else:
-            try:
-                checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-            except FileNotFoundError as error:
-                if self.node_rank == 0:
-                    raise
-                raise UserError(
-                    f"{checkpoint_path} is not on host {self.node_rank}, and all hosts read it; "
-                    "put it there under the same path, or, if the run itself has written it, give "
-                    "a default_root_dir (hydra.run.dir) in a folder that all hosts share"
-                ) from error
+            found = self._copy or checkpoint_path
+            checkpoint = super().load_checkpoint(found, *args, **kwargs)
         if self._change is not None:
             checkpoint = self._change(checkpoint)
         if self._loaders is None:

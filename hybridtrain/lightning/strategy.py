@@ -214,6 +214,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         before(Point.DUMP, dumper(trainer), self.before_checkpoint)
         if back is not None:
             back.prepare()
+        elif self.hosts_of_run > 1:
+            around(Point.RESUME, dumper(trainer), self.resume_together)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
@@ -244,10 +246,9 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             if self._back is not None:
                 self._back.catch_up()
             trainer = self._session.trainer
-            again = 1 if self.recording is None else self.recording.n_hosts  # in a replay
-            if (n_hosts := max(again, self.place.n_hosts)) > 1 and self._back is None:
+            if self.hosts_of_run > 1 and self._back is None:
                 plans = [sampler.plan for sampler in self._loaders.samplers]
-                compare_workers(self.client, trainer, plans, n_hosts)
+                compare_workers(self.client, trainer, plans, self.hosts_of_run)
             self._session.install()
             if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)

@@ -22,6 +22,7 @@ class Point(Enum):
     SAVE = "save_checkpoint", "Requeue.save WorkerCallback.save HybridStrategy.save_together"
     # checkpoint connector
     DUMP = "dump_checkpoint", "Injection.begin_checkpoint HybridStrategy.before_checkpoint"
+    RESUME = "resume_start", "HostMemoryStrategy.resume_together"
     RESTORE = "restore_callbacks restore_training_state", "Restoration.restore"
     # data connector
     PREPARE = "_prepare_dataloader", "Loaders.prepare"

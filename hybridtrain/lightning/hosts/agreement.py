@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +29,7 @@ from hybridtrain.util.option_types import hints
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
-    from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
+    from hybridtrain.lightning.strategy import HybridStrategy
     from hybridtrain.training.samplers import EpochPlan
     from hybridtrain.worker.client import Client
 
@@ -44,6 +45,7 @@ _OF_TRAINER = (
     *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
     "reload_dataloaders_every_n_epochs",
 )
+_PART_BYTES = 16 << 20  # of a file, in one message
 _SHOWN = 3  # differences in a message
 _LONGEST = 60  # letters of a value
 _configuration: dict[str, str] = {}  # of the command line
@@ -61,7 +63,7 @@ def about_this_process() -> dict[str, Any]:
 
 
 def about_this_host(
-    strategy: HostMemoryStrategy, trainer: Trainer, arguments: Mapping[str, Any]
+    strategy: HybridStrategy, trainer: Trainer, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The values that must agree on all hosts that train; plain, for JSON.
 
@@ -135,6 +137,39 @@ def compare_workers(
             raise UserError(f"the hosts do not fit: {reason}")
 
 
+@contextmanager
+def checkpoint_of_host_0(client: Client, path: str | Path) -> Iterator[str | None]:
+    """The path of a nameless copy of host 0's checkpoint, if this worker's file is not the same.
+
+    Hosts need share no folder, and what an earlier run has left under the same path does not count.
+    All workers call it together, and so does a replay in one process, where no file differs: how
+    often workers meet goes by the size alone.
+    """
+    mine = _size_and_digest(Path(path))
+    theirs, *others = client.gather("the checkpoint", mine)
+    n_bytes, _ = theirs or (0, "")  # of a URL nothing is known, and each worker loads it
+    differs = any(other != theirs for other in others)
+    with tempfile.TemporaryFile() as copy:
+        for start in range(0, n_bytes, _PART_BYTES):
+            part = _part(path, start) if differs and client.is_leader else b""
+            copy.write(client.gather(f"the checkpoint from byte {start} on", part)[0])
+        copy.seek(0)
+        yield None if mine == theirs else f"/dev/fd/{copy.fileno()}"
+
+
+def _size_and_digest(path: Path) -> tuple[int, str] | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _part(path: str | Path, start: int) -> bytes:
+    with Path(path).open("rb") as file:
+        file.seek(start)
+        return file.read(_PART_BYTES)
+
+
 def differences(
     mine: Mapping[str, Any], theirs: Mapping[str, Any], here: str = "here"
 ) -> str | None:
@@ -170,7 +205,7 @@ _ADVICE = {
     "model": "make the same model on all hosts",
     "optimizers": "configure the same optimizers on all hosts",
     "data": "give all hosts the same data",
-    "progress": "put the checkpoint to go on from under the same path on every host",
+    "progress": "let the same checkpoint be loaded on all hosts",
 }
 
 

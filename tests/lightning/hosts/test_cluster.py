@@ -16,7 +16,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.plugins.environments import ClusterEnvironment, LightningEnvironment
 from torch.distributed import TCPStore
 
-from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hosts import cluster
 from hybridtrain.lightning.hosts.cluster import (
@@ -281,12 +280,3 @@ def test_host_0_publishes_the_address_by_which_it_reaches_the_store() -> None:
     assert cluster.address_towards(
         HostPlace(n_hosts=2, address="nowhere.invalid", store_port=9)
     ) == ("nowhere.invalid")
-
-
-def test_a_checkpoint_that_only_host_0_has_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy, path = HybridStrategy(), Path("gone.ckpt")
-    with pytest.raises(FileNotFoundError):
-        strategy.load_checkpoint(path, weights_only=True)
-    monkeypatch.setattr(HybridStrategy, "node_rank", 1)
-    with pytest.raises(UserError, match=r"gone\.ckpt is not on host 1.*default_root_dir"):
-        strategy.load_checkpoint(path, weights_only=True)

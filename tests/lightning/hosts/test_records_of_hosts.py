@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain import HybridStrategy, StepProfiler
+from hybridtrain.lightning.hosts import agreement
 from hybridtrain.lightning.replay.replay_fit import replay_fit
 from hybridtrain.recording import Record, find_record, read_record
 from hybridtrain.schemes import parts_of
@@ -34,7 +35,12 @@ class Drops(Net):
 
 
 def made(
-    n_hosts: int, devices: int, parts: dict[str, Any], record: Path | None, **options: Any
+    n_hosts: int,
+    devices: int,
+    parts: dict[str, Any],
+    record: Path | None,
+    epochs: int = EPOCHS,
+    **options: Any,
 ) -> tuple[pl.Trainer, pl.LightningModule]:
     pl.seed_everything(7, verbose=False)
     trainer = pl.Trainer(
@@ -42,7 +48,7 @@ def made(
         accelerator="cpu",
         devices=devices,
         num_nodes=n_hosts,
-        max_epochs=EPOCHS,
+        max_epochs=epochs,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -99,6 +105,30 @@ def test_a_record_of_two_hosts_is_replayed_in_one_process_to_the_bit(
     assert report.events == len(record.cells) and report.updates > 0
     for key, value in hosts[0].result["weights"].items():
         assert torch.equal(value, module.state_dict()[key]), key
+
+
+@pytest.mark.slow
+def test_a_record_of_hosts_that_went_on_from_a_checkpoint_is_replayed_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_PART_BYTES", 1000)
+    trainer, module = made(1, 2, {}, None)
+    trainer.fit(module, data(), data())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    again: dict[str, Any] = {"ckpt_path": tmp_path / "end.ckpt", "weights_only": True}
+    run_hosts(tmp_path, partial(go_on, again))
+    record = read_record(find_record(tmp_path / "host0" / "record"))
+    trainer, module = made(1, 2, {}, None, EPOCHS + 1)
+    loaders = {"train_dataloaders": data(), "val_dataloaders": data()}
+    report = replay_fit(record, trainer, module, **loaders, **again)
+    assert report.equal and report.whole and report.updates == SAMPLES // 8
+
+
+def go_on(again: dict[str, Any]) -> None:
+    if os.environ["NODE_RANK"] == "1":  # which has no such file
+        agreement._size_and_digest = lambda _: None
+    trainer, module = made(2, 1, {}, Path("record"), EPOCHS + 1)
+    trainer.fit(module, data(), data(), **again)
 
 
 def test_a_record_says_what_each_host_has_sent_and_waited(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.lightning.hosts import agreement
 from hybridtrain.worlds.hosts import transport
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default
@@ -480,21 +481,34 @@ class Paced(pl.Callback):
         time.sleep(0.15)
 
 
-def resumes_elsewhere(there: Path) -> dict[str, Any]:
-    own = there if os.environ["NODE_RANK"] == "0" else None
-    return train(2, 2, ckpt=own)
+def resumes_elsewhere(there: Path, found: tuple[int, str] | None) -> dict[str, Any]:
+    """Host 1 is given no checkpoint, and has ``found`` where host 0 has its own."""
+    if os.environ["NODE_RANK"] == "0":
+        return train(2, 2, ckpt=there)
+    agreement._size_and_digest = lambda _: found
+    return train(2, 2)
 
 
-@pytest.mark.slow
-def test_host_0_decides_where_all_go_on_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", [None, pytest.param((3, "another"), marks=pytest.mark.slow)])
+def test_all_go_on_from_the_checkpoint_of_host_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: tuple[int, str] | None
+) -> None:
     run_hosts(tmp_path / "a", partial(train, 2, 2, epochs=1, saves=True))
-    body = partial(resumes_elsewhere, tmp_path / "a" / "host0" / "end.ckpt")
+    monkeypatch.setattr(agreement, "_PART_BYTES", 1000)
+    body = partial(resumes_elsewhere, tmp_path / "a" / "host0" / "end.ckpt", found)
     resumed, whole = (
         run_hosts(tmp_path / "b", body),
         run_hosts(tmp_path / "c", partial(train, 2, 2)),
     )
     assert [host.status for host in resumed] == [0, 0], resumed[1].said
     assert_equal(resumed[0].result, whole[0].result)
+    assert_equal(resumed[1].result, whole[0].result)
+
+
+def test_a_checkpoint_that_host_0_lacks_is_one_error(tmp_path: Path) -> None:
+    hosts = run_hosts(tmp_path, partial(train, 2, 1, ckpt=tmp_path / "gone.ckpt"))
+    assert [host.status for host in hosts] == [1, 1]
+    assert "FileNotFoundError: Checkpoint file not found" in hosts[0].said
 
 
 # ---- hosts that do not fit ----------------------------------------------------------------------
