@@ -23,7 +23,7 @@ CAME_BACK = 97  # the exit status of a child that a test has forked and that ret
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Slow tests of many cases run so many that every pair of values occurs; else with this."""
+    """Of a slow test with many cases some run (``every_pair``); with this option, all."""
     parser.addoption("--every-case", action="store_true", help="run all cases of slow tests")
 
 

@@ -33,28 +33,45 @@ def by_default(values: Iterable[Any], *chosen: Any) -> list[Any]:
 
 
 MANY = 20  # cases of one test
+LOTS = 100
 
 
 def every_pair(names: Sequence[str]) -> set[str]:
     """Names of cases (``test[a-b-c]``) so that of each test all pairs of values occur.
 
-    Of a test with at most ``MANY`` cases it is all of them. Most faults need two values to come
-    together (Kuhn, Wallace, Gallo, *Software Fault Interactions*, IEEE TSE 2004).
+    Of a test with at most ``MANY`` cases it is all of them; where more than ``LOTS`` are left, so
+    many, or more if every value is to occur. Most faults need two values to come together (Kuhn,
+    Wallace, Gallo, *Software Fault Interactions*, IEEE TSE 2004).
     """
-    tests: defaultdict[tuple[str, int], list[tuple[str, set[Any]]]] = defaultdict(list)
+    tests: defaultdict[tuple[str, int], list[tuple[str, list[Any]]]] = defaultdict(list)
     for name in names:
         test, _, case = name.partition("[")
         values = list(enumerate(case[:-1].split("-")))
-        tests[test, len(values)].append((name, set(combinations(values, 2))))
+        tests[test, len(values)].append((name, values))
     kept: set[str] = set()
     for (_, n_values), cases in tests.items():
-        seen: set[Any] = set()
         random.Random(0).shuffle(cases)
-        for name, pairs in cases:
-            if n_values < 3 or len(cases) <= MANY or not pairs <= seen:
-                seen |= pairs
-                kept.add(name)
+        if n_values > 2 and len(cases) > MANY:
+            cases = _with_all(cases, lambda values: set(combinations(values, 2)))
+        if len(cases) > LOTS:
+            chosen = _with_all(cases, set)
+            rest = [case for case in cases if case not in chosen]
+            cases = [*chosen, *rest[: max(LOTS - len(chosen), 0)]]
+        kept |= {name for name, _ in cases}
     return kept
+
+
+def _with_all(
+    cases: list[tuple[str, list[Any]]], parts: Callable[[list[Any]], set[Any]]
+) -> list[tuple[str, list[Any]]]:
+    """The cases that have a part which none before has."""
+    seen: set[Any] = set()
+    chosen = []
+    for name, values in cases:
+        if not parts(values) <= seen:
+            seen |= parts(values)
+            chosen.append((name, values))
+    return chosen
 
 
 def first_of_all(names: Sequence[str], most: int) -> set[str]:

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from tests.conftest import CAME_BACK, mark_all_but_few, pytest_runtest_call
-from tests.picking import first_of_all
+from tests.picking import LOTS, MANY, every_pair, first_of_all
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -64,3 +64,17 @@ def test_of_a_test_that_is_marked_few_the_other_cases_are_slow() -> None:
     mark_all_but_few(cast(list[pytest.Item], [*cases, *others]))
     assert ["slow" in case.marks for case in cases] == [True, False, False, True, True]
     assert not any("slow" in case.marks for case in others)
+
+
+def test_of_slow_cases_every_pair_of_values_occurs_and_of_very_many_every_value() -> None:
+    few = {f"test[{a}-{b}-{c}]" for a in range(2) for b in range(2) for c in range(5)}
+    assert len(few) == MANY and every_pair(sorted(few)) == few
+    cube = [f"test[{a}-{b}-{c}]" for a in range(4) for b in range(4) for c in range(4)]
+    kept = [name[5:-1].split("-") for name in every_pair(cube)]
+    assert len(kept) < len(cube)
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert len({(values[i], values[j]) for values in kept}) == 16
+    square = [f"test[{a}-{b}]" for a in range(LOTS + 5) for b in range(3)]
+    kept = [name[5:-1].split("-") for name in every_pair(square)]
+    assert len(kept) == LOTS + 5 and len({a for a, _ in kept}) == LOTS + 5
+    assert len(every_pair([f"test[{a}-{b}]" for a in range(20) for b in range(20)])) == LOTS
