@@ -7,7 +7,7 @@ algorithm 1, and with all workers at once its synchronous form. The masters are 
 
 ``d`` is that of the parameters before the step. EAMSGD is the same with a Nesterov momentum in the
 module's own optimizer. Where an epoch ends, each worker and the centre move towards each other once
-more, without a step: so the centre has what was trained whenever it is the result.
+more, without a step, if the worker has made steps since the last time.
 """
 
 from __future__ import annotations

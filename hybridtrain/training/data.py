@@ -27,6 +27,12 @@ class Data:
     """
 
     def __init__(self, given: Any) -> None:
+        if isinstance(given, np.integer):
+            given = int(given)
+        if isinstance(given, bool):
+            raise UserError(
+                f"data={given} was given; give arrays, a data set or a number of samples"
+            )
         columns = _columns(given)
         if columns is None and not isinstance(given, int) and not _has_positions(given):
             if not isinstance(given, Iterable):

@@ -126,8 +126,7 @@ class DeepDist:
         Raises:
             UserError: if an update does not fit the model, naming worker or task and partition.
         """
-        if not callable(gradient):
-            raise UserError(f"gradient={shown(gradient)} was given; give a function")
+        _check_arguments(gradient, partition_size)
         rdd = rdd_of(data)
         here = as_data(data) if rdd is None else None
         found = usable_cores() if rdd is None else rdd.context.defaultParallelism
@@ -145,6 +144,12 @@ class DeepDist:
             body, plan = partial(_compute, gradient), {"batch_size": size, "epochs": epochs, **run}
             self._server.run(body, workers, here, **plan)
         return self.model
+
+
+def _check_arguments(gradient: Any, partition_size: Any) -> None:
+    check("partition_size", partition_size, Positive | None)
+    if not callable(gradient):
+        raise UserError(f"gradient={shown(gradient)} was given; give a function")
 
 
 def _check(server: Server) -> None:

@@ -40,6 +40,12 @@ class Model:
                     "in shared memory; clone one, or tie them by one torch.nn.Parameter"
                 )
         else:
+            tensors = [(n, _view(n, a)) for n, a in self._arrays.items()]
+            if found := overlapping(tensors):
+                raise UserError(
+                    f"the parameters {found[0]!r} and {found[1]!r} share memory, and would be "
+                    "trained apart; give each array once, or a copy of one"
+                )
             self.named = [(n, torch.nn.Parameter(_tensor(a))) for n, a in self._arrays.items()]
         self.numbers = {name: number for number, (name, _) in enumerate(self.named)}
 
@@ -74,6 +80,18 @@ class Model:
     def values(self) -> dict[str, torch.Tensor]:
         """The parameters by name."""
         return {name: parameter.detach() for name, parameter in self.named}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Those of a module (the running statistics of BatchNorm) by name."""
+        return {} if self.module is None else dict(self.module.named_buffers())
+
+    @torch.no_grad()
+    def take_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write these values into the buffers that the user's module has."""
+        for name, buffer in self.buffers.items():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.copy_(values[name])
 
     @torch.no_grad()
     def take(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -179,6 +197,8 @@ def _arrays(given: Any) -> dict[str, Any]:
                 "them, or a torch.nn.Module"
             )
         tensor = _from_numpy(what, array) if isinstance(array, plain) else array
+        if not tensor.numel():
+            raise UserError(f"{what} has no elements, shape {tuple(tensor.shape)}; leave it out")
         if not tensor.is_floating_point():
             raise UserError(f"{what} is of {array.dtype}, which has no gradient; use float32")
         here = array.flags.writeable if isinstance(array, plain) else _is_dense_here(array)
@@ -204,6 +224,11 @@ def _from_numpy(what: str, given: Any) -> torch.Tensor:
 
 def _is_dense_here(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+
+def _view(name: str, array: Any) -> torch.Tensor:
+    """The array's memory, as a tensor object of its own."""
+    return _from_numpy(name, array) if isinstance(array, np.ndarray) else array.detach()
 
 
 def _tensor(array: Any) -> torch.Tensor:
@@ -243,6 +268,10 @@ def _rows(name: str, value: Sequence[Any], parameter: torch.nn.Parameter) -> tor
     plain = not isinstance(values, torch.Tensor)
     dense = _real(name, _from_numpy(f"the gradient of {name}", values) if plain else values)
     n_rows, *rest = parameter.shape or (0,)
+    if len(value[0]) and numbers.dtype.kind not in "iu":
+        raise UserError(
+            f"the gradient of {name} has row numbers of {numbers.dtype}; give whole numbers"
+        )
     if numbers.ndim != 1 or tuple(dense.shape) != (len(numbers), *rest):
         raise UserError(
             f"the gradient of {name} has {numbers.size} row numbers and values of the shape "

@@ -21,6 +21,7 @@ from hybridtrain.util.option_types import EACH, Count, misfit, shown
 _CONTENT = {
     **dict.fromkeys(("updates", "epochs"), Count),
     "parameters": {EACH: torch.Tensor},
+    "buffers": {EACH: torch.Tensor},
     "optimizer": {EACH: {EACH: torch.Tensor | bool | float | str | list[Any] | None}},
     "made_by": {EACH: str},
 }
@@ -28,7 +29,8 @@ _CONTENT = {
 
 @dataclass(frozen=True)
 class SavedRun:
-    """After so many ``updates``; ``parameters`` and states of the ``optimizer`` by name.
+    """After so many ``updates``; ``parameters``, ``buffers`` of a module and states of the
+    ``optimizer`` by name.
 
     ``epochs``: finished ones; ``made_by``: names of the classes that have made the states.
     """
@@ -38,6 +40,7 @@ class SavedRun:
     optimizer: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     epochs: int = 0
     made_by: Mapping[str, str] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def write(self, path: str | Path) -> None:
         """Write a file that ``torch.load(path, weights_only=True)`` reads, whole or not at all.
@@ -61,6 +64,7 @@ class SavedRun:
         cls,
         path: str | Path,
         model: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
         made_by: Mapping[str, str],
         fresh: Mapping[str, Mapping[str, Any]] | None,
     ) -> SavedRun:
@@ -69,6 +73,7 @@ class SavedRun:
         Args:
             path: of the file.
             model: its parameters are of these types and shapes.
+            buffers: as are a module's buffers.
             made_by: must be the same in the file.
             fresh: states after a first update, by parameter, of these kinds; ``None``: not known.
 
@@ -77,7 +82,8 @@ class SavedRun:
         """
         content = _content_of(path)
         saved = cls(**{name: content[name] for name in _CONTENT})
-        if (found := _kinds(saved.parameters)) != (wanted := _kinds(model)):
+        found = _kinds(saved.parameters) | _kinds(saved.buffers)
+        if found != (wanted := _kinds(model) | _kinds(buffers)):
             wrong = sorted(n for n in found | wanted if found.get(n) != wanted.get(n))
             raise UserError(
                 f"{path} is of another model: {wrong[0]} is {found.get(wrong[0], 'missing')} there "
@@ -95,7 +101,8 @@ class SavedRun:
 
     def _fault(self, fresh: Mapping[str, Mapping[str, Any]] | None) -> str | None:
         """A content that this optimizer cannot have. Parameters without gradients have no state."""
-        if odd := [name for name, value in self.parameters.items() if not _is_plain(value)]:
+        tensors = {**self.parameters, **self.buffers}
+        if odd := [name for name, value in tensors.items() if not _is_plain(value)]:
             return f"{odd[0]} is no dense tensor in host memory"
         for name, state in self.optimizer.items():
             if name not in self.parameters:

@@ -32,9 +32,18 @@ from hybridtrain.training.data import as_data
 from hybridtrain.training.model import Model
 from hybridtrain.training.saved_run import SavedRun, made_by, states_after_a_step
 from hybridtrain.training.scheme import Scheme, StartOptions
-from hybridtrain.training.worker import Epochs, HowToGoThrough, Job, MakeOptimizer, Worker, work
+from hybridtrain.training.worker import (
+    Epochs,
+    HowToGoThrough,
+    Job,
+    MakeOptimizer,
+    Returned,
+    Worker,
+    work,
+)
 from hybridtrain.updates.groups import needs_closure
 from hybridtrain.updates.named import KNOWN, MEAN, SUM, make_update
+from hybridtrain.updates.searches import Searches
 from hybridtrain.util.option_types import (
     Named,
     Positive,
@@ -141,7 +150,9 @@ class Server(Scheme):
         """
         if self._serving is not None:
             raise UserError("server.save was called during a run; call worker.save in the body")
-        past = replace(self._past, parameters=self._model.values, made_by=self._made_by())
+        model = self._model
+        past = replace(self._past, parameters=model.values, buffers=model.buffers)
+        past = replace(past, made_by=self._made_by())
         past.write(path)
 
     def load(self, path: str | Path) -> None:
@@ -150,10 +161,12 @@ class Server(Scheme):
         Raises:
             UserError: if it cannot be read, or is of another model, optimizer, exchange or update.
         """
-        past = SavedRun.read(path, self._model.values, self._made_by(), self._fresh_states())
+        model = self._model.values, self._model.buffers
+        past = SavedRun.read(path, *model, self._made_by(), self._fresh_states())
         self._model.check_finite(past.parameters, str(path))
         self._past = past
         self._model.take(self._past.parameters)
+        self._model.take_buffers(self._past.buffers)
 
     # ---- runs -----------------------------------------------------------------------------------
 
@@ -192,7 +205,7 @@ class Server(Scheme):
         judge, own, ended = Judge(self.on_failure), scheme.workers_may_update(self), False
         world = scheme.world_of(self, server, judge, start, (), own, report=report)
         try:
-            results = world.run(partial(work, job))
+            results = self._results(world.run(partial(work, job)))
             ended = True
             return results
         except Interrupted as interruption:
@@ -228,7 +241,13 @@ class Server(Scheme):
         stamp, threads = Stamp(), int(known.header["server_threads"])
         server = scheme.make_server(self, threads, partial(inner.Server, clock=stamp))
         replayer = Replayer(known, server, stamp, partial(check_same_data, known, anyway))
-        return self._in_process(server, job, lambda: replayer.run(self._bodies(job))[0])
+
+        def repeat() -> Replayed:
+            report, results = replayer.run(self._bodies(job))
+            self._results(results)
+            return report
+
+        return self._in_process(server, job, repeat)
 
     def simulate(
         self,
@@ -254,7 +273,8 @@ class Server(Scheme):
         server = scheme.make_server(self, 1, partial(inner.Server, clock=stamp))
         streams = [times.stream(worker, times_seed) for worker in range(workers)]
         rehearsal = Rehearsal(server, stamp, 1, streams)
-        return self._in_process(server, job, lambda: rehearsal.run(self._bodies(job)))
+        bodies = self._bodies(job)
+        return self._in_process(server, job, lambda: self._results(rehearsal.run(bodies)))
 
     def run_beside(self, body: Body, workers: int, beside: Callable[[], object]) -> None:
         """Run ``body(worker)`` on threads of this process, for gradients that come from elsewhere.
@@ -306,6 +326,13 @@ class Server(Scheme):
         """One for each worker that shares this process, with a model of its own."""
         given = [deepcopy(job.model) for _ in range(self._n_workers)]
         return [partial(work, replace(job, model=each, recorded=True)) for each in given]
+
+    def _results(self, returned: list[Returned | None]) -> list[Any]:
+        """Of the bodies; ``None`` of lost workers. The model gets the leader's buffers."""
+        for each in returned:
+            if each is not None and each.buffers:
+                self._model.take_buffers(each.buffers)
+        return [None if each is None else each.result for each in returned]
 
     def _in_process(self, server: inner.Server, job: Job, run: Callable[[], T]) -> T:
         self._serving, ended = server, False
@@ -432,6 +459,11 @@ def _maker(given: Any) -> MakeOptimizer:
     if callable(given):
         return partial(_made_by, given)
     name, options = checked_choice("optimizer", given, KNOWN)
+    if issubclass(KNOWN[name], Searches):
+        raise UserError(
+            f"optimizer={name} was given, which evaluates a whole pass several times; give "
+            f'Server(model, "sandblaster", update="{name}"), or another optimizer'
+        )
     make = partial(_named, name, options)
     make([torch.nn.Parameter(torch.zeros(1))])
     return make
@@ -450,7 +482,8 @@ def _made_by(
     make: Callable[..., Any], parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     made = make(parameters)
-    if not isinstance(made, torch.optim.Optimizer) or needs_closure(made):
+    searches = isinstance(made, Searches)
+    if not isinstance(made, torch.optim.Optimizer) or searches or needs_closure(made):
         raise UserError(
             f"optimizer: the function has returned {shown(made)}; it must be a torch.optim."
             "Optimizer that takes one gradient a step"

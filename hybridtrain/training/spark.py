@@ -195,7 +195,7 @@ class Desk(Door):
                     with self._lock:
                         counts = progress.takes(portion, n)
                     if counts:
-                        worker.push(gradients, samples=said.get("rows"))
+                        worker.push(gradients, samples=said.get("rows") or None)
                     line.say({"counts": counts})
                 case {"ends": int(portion)}:
                     with self._lock:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
@@ -90,6 +91,14 @@ class Taken:
     batches: int = 0
     pushes: int = 0
     all: bool = False
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The ``result`` of a body, and from the leader the ``buffers`` of its module."""
+
+    result: Any
+    buffers: dict[str, torch.Tensor]
 
 
 class _Session(WorkerSession):
@@ -193,6 +202,11 @@ class Worker:
         """This worker's parameters by name, in the order of the model."""
         return [(name, parameter.data) for name, parameter in self._model.named]
 
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """This worker's copies of a module's buffers by name."""
+        return {name: buffer.detach().clone() for name, buffer in self._model.buffers.items()}
+
     def pull(self) -> int:
         """Bring :attr:`model` up to date; returns its version."""
         self._check_thread()
@@ -222,7 +236,8 @@ class Worker:
         names = [name for name, _ in self._session.named]
         states = {names[number]: state for number, state in saved.parameters.items()}
         kinds = made_by(self.optimizer, self._job.update, self._job.exchange)
-        SavedRun(version, self._model.values, states, self._n_epochs, kinds).write(path)
+        values, buffers = self._model.values, self._model.buffers
+        SavedRun(version, values, states, self._n_epochs, kinds, buffers).write(path)
         self._session.put_back()
 
     def stats(self) -> dict[str, Any]:
@@ -351,11 +366,12 @@ class Worker:
             Whether they count; those that come too late may not.
 
         Raises:
-            UserError: if names or shapes are not the model's, a gradient is not finite, the loss
-                is missing, an exchange that evaluates it has one of this mini-batch, or another
-                thread uses this worker.
+            UserError: if names or shapes are not the model's, a gradient is not finite, ``samples``
+                is no number above 0, the loss is missing, an exchange that evaluates it has one of
+                this mini-batch, or another thread uses this worker.
         """
         self._check_thread()
+        self._check_samples(samples)
         self._check_once(gradients)
         self._take_gradients(gradients)
         (step,) = self._session.steps
@@ -376,6 +392,14 @@ class Worker:
         elif self._sampler is not None:
             self._sampler.drop()
         return counted
+
+    def _check_samples(self, samples: Any) -> None:
+        known = isinstance(samples, int | float | np.integer | np.floating)
+        if samples is not None and not (known and 0 < samples < float("inf")):
+            raise UserError(
+                f"{self._where}: samples={shown(samples)} was pushed; give a number above 0, or "
+                "push(None) for a mini-batch that does not count"
+            )
 
     def _check_once(self, gradients: Any) -> None:
         """Where an epoch is one evaluation, each of its samples counts exactly once."""
@@ -416,7 +440,9 @@ class Worker:
         self._client.settle()
         self._session.flush(ends=True)
         self._client.heartbeat.beat(Doing.ENDING)
-        taken = self._client.gather("the end of the body", self._taken)
+        early = self._job.epochs is not None and not self._taken.all
+        left = " (it has left its mini-batches early)" if early else ""
+        taken = self._client.gather(f"the end of the body{left}", self._taken)
         epochs, says = self._job.epochs, self._client.is_leader and not self._client.gone
         if says and epochs is not None and (fault := _left_undone(epochs, taken)) is not None:
             to_stderr(fault)
@@ -441,6 +467,8 @@ def _left_undone(epochs: Epochs, taken: Sequence[Taken]) -> str | None:
     if rest > 0 and not epochs.drop_last and not all(each.all for each in taken):
         return f"the bodies returned with {rest} of {wanted} samples not done"
     batches = sum(each.batches for each in taken)
+    if not batches:
+        return f"no mini-batch in {wanted} samples: too few for a full one, and drop_last=True"
     if batches and not any(each.pushes for each in taken):
         return f"no push in {batches} mini-batches: the model is as it was"
     return None
@@ -459,12 +487,13 @@ def _loss(given: Any, where: str) -> torch.Tensor:
     )
 
 
-def work(job: Job, client: Client) -> Any:
-    """Run the body in a worker; returns its result."""
+def work(job: Job, client: Client) -> Returned:
+    """Run the body in a worker; returns its result, and the buffers of the leader's module."""
     try:
         worker = Worker(client, job)
         result = job.body(worker)
         worker.end()
+        result = Returned(result, worker.buffers if client.is_leader else {})
     except StopRequested:
         raise
     except BaseException:

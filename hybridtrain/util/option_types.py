@@ -91,7 +91,7 @@ Share = Annotated[float, Range(0, 1)]
 ShareAbove0 = Annotated[float, Range(0, 1, open="(")]
 Decay = Annotated[float, Range(0, 1, open=")")]
 Several = Annotated[Sequence[Positive], FILLED]
-Part = Annotated[Any, Rule("an object", lambda value: not isinstance(value, _PLAIN))]
+Part = Annotated[Any, Rule("an object", lambda value: not isinstance(value, (*_PLAIN, type)))]
 Named = str | Mapping[str, Any] | Part  # a name, a mapping with a name and parameters, an object
 
 

@@ -87,6 +87,10 @@ CASES = [
     ("optimizer.lr=fast", ["optimizer.lr=fast", "must be a number"]),
     ("optimizer.lr=-1", ["torch.optim.Adam refused", "-1"]),
     ("optimizer.lr=inf", ["optimizer.lr=inf", "must be a number that is finite"]),
+    (
+        "model._target_=tests.cli.tiny.TinyModule optimizer.lr=0.5",
+        ["optimizer.lr=0.5 was given", "nothing of the model refers to it", "${optimizer.lr}"],
+    ),
     ("optimizer.eps=-.inf", ["optimizer.eps='-.inf'", "must be a number that is finite"]),
     ("model.hidden=0", ["model.hidden=0", "from 1 on"]),
     ("model.channels=[]", ["model.channels=[]", "(two)"]),

@@ -524,6 +524,9 @@ def test_data_keep_their_form() -> None:
         (lambda: Server(X, update="sgdd"), r"update='sgdd' was given \(did you mean sgd"),
         (lambda: Server(X, optimizer={"name": "sgd", "rate": 1}), "optimizer.rate was given"),
         (lambda: Server(X, optimizer={"name": "sgd", "lr": -1.0}), "Invalid learning rate"),
+        (lambda: Server(X, optimizer={"name": "lbfgs"}), r"optimizer=lbfgs was given.*sandblaster"),
+        (lambda: Server(X, policy=Server, optimizer=SGD), "policy=<class"),
+        (lambda: Server(np.zeros((0, 2)), optimizer=SGD), r"has no elements, shape \(0, 2\)"),
         (lambda: Server(X), "no optimizer was given"),
         (lambda: Server(X, "local_sgd", update="mean"), "no optimizer was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, workers=10**6), "workers=1000000 was given"),
@@ -542,6 +545,7 @@ def test_data_keep_their_form() -> None:
         (lambda: Server(X, optimizer=SGD).run(None), "body=None was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=[]), "has no samples"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=3.5), "data=3.5 was given"),
+        (lambda: Server(X, optimizer=SGD).run(descend, data=True), "data=True was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=(X, Y[1:])), r"90 \(0\), 89 \(1\)"),
     ],
 )
@@ -563,6 +567,7 @@ def test_bad_input_is_refused_before_a_process_starts(made: Any, said: str) -> N
         (np.ones(4), "gradients of type ndarray were pushed"),
         ({"w": (np.array([9]), np.ones(1))}, "rows 9 to 9, and the parameter has 4"),
         ({"w": (np.array([1]), np.ones(2))}, r"must be \(1,\)"),
+        ({"w": (np.array([1.7]), np.ones(1))}, "row numbers of float64"),
         ({"w": np.array([1, np.nan, 1, 1])}, r"worker 0 has a gradient that is not finite: w"),
     ],
 )
@@ -798,3 +803,109 @@ def test_samples_that_the_bodies_leave_out_are_said(
         server = Server(weights(), strategy, optimizer=SGD)
         server.simulate(body, workers=2, data=len(X), batch_size=10, epochs=2)
         assert capsys.readouterr().err == said
+
+
+# ---- a module's buffers, and input that has no meaning -------------------------------------------
+
+
+def normalise(worker: Worker) -> list[float]:
+    for (x,) in worker.batches():
+        worker.model(x).pow(2).mean().backward()
+        worker.push()
+    found: list[float] = worker.model[0].running_mean.tolist()
+    return found
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_module_has_the_buffers_of_worker_0(strategy: str, workers: int, tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Module, Server]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        return net, Server(net, strategy, optimizer={"name": "sgd", "lr": 0.01})
+
+    net, server = made()
+    data = (torch.from_numpy(X) + 5,)
+    means = server.run(normalise, workers=workers, data=data, batch_size=8)
+    assert net[0].running_mean.tolist() == means[0] and min(means[0]) > 1  # type: ignore[index]
+    server.save(tmp_path / "run.pt")
+    another, again = made()
+    again.load(tmp_path / "run.pt")
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, another.state_dict()[name]), name
+    further = server.run(normalise, workers=workers, data=data, batch_size=8)
+    assert min(further[0]) > max(means[0])
+
+
+def test_so_it_has_in_a_replay_and_in_virtual_time(tmp_path: Path) -> None:
+    nets = [torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)) for _ in range(3)]
+    for other in nets[1:]:
+        other.load_state_dict(nets[0].state_dict())
+    data, sgd = (torch.from_numpy(X) + 5,), {"name": "sgd", "lr": 0.01}
+    path = tmp_path / "run.bin"
+    Server(nets[0], optimizer=sgd, record=path).run(normalise, workers=2, data=data)
+    assert Server(nets[1], optimizer=sgd).replay(path, normalise, data=data).equal
+    Server(nets[2], optimizer=sgd).simulate(normalise, workers=2, data=data)
+    for other in nets[1:]:
+        assert torch.equal(nets[0][0].running_mean, other[0].running_mean)  # type: ignore[arg-type]
+
+
+def test_a_file_of_a_module_with_other_buffers_is_refused(tmp_path: Path) -> None:
+    plain = torch.nn.Sequential(torch.nn.BatchNorm1d(4, track_running_stats=False))
+    Server(plain, optimizer=SGD).save(tmp_path / "run.pt")
+    server = Server(torch.nn.Sequential(torch.nn.BatchNorm1d(4)), optimizer=SGD)
+    with pytest.raises(UserError, match=r"0\.num_batches_tracked is missing there"):
+        server.load(tmp_path / "run.pt")
+
+
+def push_so_many(samples: Any, worker: Worker) -> None:
+    worker.push({"w": np.ones(4, "f4")}, samples=samples)
+
+
+@pytest.mark.parametrize("samples", [0, -1, float("nan"), float("inf"), "3"])
+def test_samples_that_are_no_number_above_0_are_refused(samples: Any) -> None:
+    with pytest.raises(UserError, match="give a number above 0"):
+        Server(weights(), optimizer=SGD).simulate(partial(push_so_many, samples))
+
+
+def test_arrays_that_share_memory_are_refused() -> None:
+    array = np.zeros(3)
+    for model in ({"a": array, "b": array}, {"a": array[:2], "b": array[1:]}):
+        with pytest.raises(UserError, match="'a' and 'b' share memory"):
+            Server(model, optimizer=SGD)
+    tensor = torch.zeros(2)
+    with pytest.raises(UserError, match="share memory"):
+        Server({"a": tensor, "b": tensor}, optimizer=SGD)
+    Server({"a": array[:1], "b": array[1:]}, optimizer=SGD)  # no element is shared
+
+
+def leave_early(worker: Worker) -> None:
+    for _ in worker.batches():
+        worker.push({"w": np.ones(4, "f4")})
+        if worker.number == 1:
+            return
+
+
+def test_one_that_leaves_its_mini_batches_early_is_named() -> None:
+    with pytest.raises(UserError, match=r"worker 1 waits in .*left its mini-batches early"):
+        Server(weights(), optimizer=SGD).run(leave_early, workers=2, data=len(X), batch_size=8)
+
+
+def push_a_row(worker: Worker) -> None:
+    for _ in range(3):
+        worker.push({"w": (np.array([1]), np.ones(1, "f4"))})
+
+
+def test_rows_of_one_element_have_momentum() -> None:
+    model = weights()
+    Server(model, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9}).run(push_a_row)
+    assert model["w"] == pytest.approx([0, -(0.1 + 0.19 + 0.271), 0, 0])
+
+
+def test_too_few_samples_for_a_mini_batch_are_said(capfd: pytest.CaptureFixture[str]) -> None:
+    server = Server(weights(), optimizer=SGD)
+    server.run(descend, data=3, batch_size=8, drop_last=True)
+    assert "no mini-batch in 3 samples" in capfd.readouterr().err
+    server.run(descend, data=np.int64(8))
+    assert server.stats()["samples"] == 8

@@ -175,6 +175,7 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     _check_keys(given["task"], TaskOptions, "task.", cfg.task)
     _check_keys(given["trainer"], TrainerOptions, "trainer.", cfg.trainer)
     check_types(cfg, overrides)
+    _check_optimizer_is_used(cfg, overrides)
     if given["strategy"].get("_target_") == STRATEGY:
         _check_strategy({k: v for k, v in given["strategy"].items() if k != "_target_"})
     _check_together(given)
@@ -291,6 +292,18 @@ def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
         old, new = _value(base_config(parsed), key), _value(cfg, key)
         if old is not None and new is not None:
             _check_type(key, old, new)
+
+
+def _check_optimizer_is_used(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Check that a typed optimizer reaches the model; one of the user's own may make another."""
+    typed = [x for x in hydra_config.parse(overrides) if not x.is_delete()]
+    found = [x for x in typed if x.key_or_group.partition(".")[0] == "optimizer"]
+    if found and "${optimizer" not in OmegaConf.to_yaml({"model": cfg.model, "data": cfg.data}):
+        raise UserError(
+            f"{found[0].input_line} was given, but nothing of the model refers to it; name the "
+            "model's own argument (model.NAME=...), or hand it over: 'model.NAME=${optimizer}', "
+            "'model.NAME=${optimizer.lr}'"
+        )
 
 
 def _value(cfg: DictConfig, key: str) -> Any:

@@ -208,7 +208,7 @@ class LazyMomentum:
 
     def all_move(self) -> None:
         """The buffer is new: rows with a momentum are in motion."""
-        self._gliding: Rows = self.buffer.whole.flatten(1).any(dim=1).nonzero().flatten().numpy()
+        self._gliding: Rows = _in_rows(self.buffer.whole).any(dim=1).nonzero().flatten().numpy()
         self._moves[:] = False
         self._moves[self._gliding] = True
         self._rested[:] = self._passed
@@ -249,7 +249,7 @@ class LazyMomentum:
             after = torch.add(before, speed, alpha=rate, out=scratch[2].tensor[: len(own)])
             self._parameter.put(own, scratch[2])
             moved: np.ndarray[Any, np.dtype[np.bool_]]
-            moved = before.ne_(after).flatten(1).any(dim=1).numpy()
+            moved = _in_rows(before.ne_(after)).any(dim=1).numpy()
             return moved
 
         if not len(rows):
@@ -484,3 +484,8 @@ def _portion(like: torch.Tensor) -> int:
 
 def _slices(n: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, n, size)]
+
+
+def _in_rows(values: torch.Tensor) -> torch.Tensor:
+    """(n_rows, n), also of a parameter with one element a row."""
+    return values.unsqueeze(-1).flatten(1)
