@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
 
@@ -262,7 +262,13 @@ def merged(
         UserError: if it returns anything else than gradients in the parameters' shapes.
     """
     name = type(rule).__name__
-    made = list(rule.merge(parts))
+    returned: Any = rule.merge(parts)
+    if not isinstance(returned, Iterable):
+        raise UserError(
+            f"update={name}: merge() returned {type(returned).__name__}; return a list with a "
+            "gradient, or None, for each parameter"
+        )
+    made = list(returned)
     if len(made) != len(parameters):
         raise UserError(
             f"update={name}: merge() returned {len(made)} gradients for {len(parameters)} "

@@ -270,6 +270,13 @@ class Wrong(Weighted):
         return [torch.zeros(3), torch.zeros(5)]
 
 
+class Nothing(Weighted):
+    """Has no ``return``."""
+
+    def merge(self, parts: Sequence[WorkerGradients]) -> Any:
+        pass
+
+
 class Short(Weighted):
     """Returns too few."""
 
@@ -287,6 +294,7 @@ class Short(Weighted):
         (2, {"update": "median", "exchange": "movement"}, "update=median.* exchange=movement"),
         (2, {"update": object()}, "neither a name nor a merge rule"),
         (2, {"update": Wrong()}, r"merge\(\) returned .*3.* for parameter 0, .* \(80, 60\)"),
+        (2, {"update": Nothing()}, r"merge\(\) returned NoneType; return a list"),
         (2, {"update": Short()}, r"merge\(\) returned 0 gradients for 2 parameters"),
         (
             2,
