@@ -294,7 +294,8 @@ def reason_of(error: Exception) -> str:
 
 
 def _refused(path: str | Path, what: str, reason: str) -> UserError:
-    return UserError(f"cannot read {what} {path}: {reason}")
+    gap = "" if what.endswith("=") else " "
+    return UserError(f"cannot read {what}{gap}{path}: {reason}")
 
 
 # ---- packed with gzip, which the first bytes say -------------------------------------------------

@@ -88,6 +88,10 @@ CASES = [
     ("optimizer.lr=-1", ["torch.optim.Adam refused", "-1"]),
     ("optimizer.lr=inf", ["optimizer.lr=inf", "must be a number that is finite"]),
     (
+        "trainer.num_nodes=3:1 strategy=async strategy.on_failure=continue",
+        ["min_hosts=3 of num_nodes=1", "from 1 to 1"],
+    ),
+    (
         "model._target_=tests.cli.tiny.TinyModule optimizer.lr=0.5",
         ["optimizer.lr=0.5 was given", "nothing of the model refers to it", "${optimizer.lr}"],
     ),

@@ -124,6 +124,13 @@ def _check_accelerator(accelerator: Any) -> None:
 
 def _check_hosts(strategy: HybridStrategy) -> None:
     place = strategy.place
+    least = strategy.data_options["min_hosts"]
+    if least is not None and least > place.n_hosts:
+        raise UserError(
+            f"training was to begin with min_hosts={least} of num_nodes={place.n_hosts}, which are "
+            f"fewer; give from 1 to {place.n_hosts} (trainer.num_nodes=FROM:TO on the command "
+            "line), or leave it out"
+        )
     if place.n_hosts == 1:
         return
     if strategy.requirements.in_place:
@@ -131,11 +138,6 @@ def _check_hosts(strategy: HybridStrategy) -> None:
             f"num_nodes={place.n_hosts} was given, but workers that write to the parameters "
             "themselves (strategy=hogwild, exchange=in_place) need their memory; use num_nodes=1, "
             "or strategy=async, diloco or easgd"
-        )
-    least = strategy.data_options["min_hosts"]
-    if least is not None and least > place.n_hosts:
-        raise UserError(
-            f"min_hosts={least} was given, but there are {place.n_hosts}; or leave it out"
         )
     check_key_is_reachable(place, strategy.data_options["hosts_key"])
     if strategy.data_options["host_sums"]:
