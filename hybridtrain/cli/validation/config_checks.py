@@ -298,7 +298,8 @@ def _check_optimizer_is_used(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Check that a typed optimizer reaches the model; one of the user's own may make another."""
     typed = [x for x in hydra_config.parse(overrides) if not x.is_delete()]
     found = [x for x in typed if x.key_or_group.partition(".")[0] == "optimizer"]
-    if found and "${optimizer" not in OmegaConf.to_yaml({"model": cfg.model, "data": cfg.data}):
+    users = {name: cfg[name] for name in ("model", "data", "callbacks") if name in cfg}
+    if found and "${optimizer" not in OmegaConf.to_yaml(users):
         raise UserError(
             f"{found[0].input_line} was given, but nothing of the model refers to it; name the "
             "model's own argument (model.NAME=...), or hand it over: 'model.NAME=${optimizer}', "
