@@ -155,7 +155,7 @@ class HostMemoryStrategy(ParallelStrategy):
             return
         if isinstance(self.checkpoint_io, WholeCheckpointIO):
             self.checkpoint_io.wait()  # the run itself may be writing it
-        with checkpoint_of_host_0(self.client, path) as copy:
+        with checkpoint_of_host_0(self.client, path, self.hosts_of_run) as copy:
             self._copy = copy
             proceed(path, *args, **kwargs)
             self._copy = None

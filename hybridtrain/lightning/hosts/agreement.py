@@ -138,23 +138,27 @@ def compare_workers(
 
 
 @contextmanager
-def checkpoint_of_host_0(client: Client, path: str | Path) -> Iterator[str | None]:
+def checkpoint_of_host_0(client: Client, path: str | Path, n_hosts: int) -> Iterator[str | None]:
     """The path of a nameless copy of host 0's checkpoint, if this worker's file is not the same.
 
     Hosts need share no folder, and what an earlier run has left under the same path does not count.
     All workers call it together, and so does a replay in one process, where no file differs: how
     often workers meet goes by the size alone.
     """
-    mine = _size_and_digest(Path(path))
-    theirs, *others = client.gather("the checkpoint", mine)
+    per_host = client.n_workers // n_hosts
+    first = client.worker // per_host * per_host  # of this host, reads the file for all there
+    mine = _size_and_digest(Path(path)) if client.worker == first else None
+    items = client.gather("the checkpoint", mine)
+    found = dict(zip(client.met, items, strict=True))
+    theirs = found.get(0)
     n_bytes, _ = theirs or (0, "")  # of a URL nothing is known, and each worker loads it
-    differs = any(other != theirs for other in others)
+    differs = any(found.get(n) != theirs for n in range(0, client.n_workers, per_host))
     with tempfile.TemporaryFile() as copy:
         for start in range(0, n_bytes, _PART_BYTES):
             part = _part(path, start) if differs and client.is_leader else b""
             copy.write(client.gather(f"the checkpoint from byte {start} on", part)[0])
         copy.seek(0)
-        yield None if mine == theirs else f"/dev/fd/{copy.fileno()}"
+        yield None if found.get(first) == theirs else f"/dev/fd/{copy.fileno()}"
 
 
 def _size_and_digest(path: Path) -> tuple[int, str] | None:
