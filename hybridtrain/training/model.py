@@ -12,6 +12,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import overlapping
+from hybridtrain.training.step.shared_buffers import lies_apart
 from hybridtrain.training.step.trained_parameters import ordered_parameters
 from hybridtrain.util.option_types import hint, shown
 
@@ -83,15 +84,20 @@ class Model:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Those of a module (the running statistics of BatchNorm) by name."""
-        return {} if self.module is None else dict(self.module.named_buffers())
+        """The module's dense buffers (BatchNorm's running statistics) by name."""
+        named = () if self.module is None else self.module.named_buffers()
+        return {name: buffer for name, buffer in named if lies_apart(buffer)}
 
     @torch.no_grad()
     def take_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write these values into the buffers that the user's module has."""
+        """Write these values into the user's module; one of another shape replaces the buffer."""
         for name, buffer in self.buffers.items():
-            if name in values and values[name].shape == buffer.shape:
-                buffer.copy_(values[name])
+            value = values.get(name, buffer)
+            if value.shape == buffer.shape:
+                buffer.copy_(value)
+            elif self.module is not None:
+                path, _, last = name.rpartition(".")
+                setattr(self.module.get_submodule(path), last, value.clone())
 
     @torch.no_grad()
     def take(self, values: Mapping[str, torch.Tensor]) -> None:

@@ -140,7 +140,7 @@ class Server(Scheme):
         return self._stats if self._serving is None else self._serving.statistics.stats()
 
     def save(self, path: str | Path) -> None:
-        """Write parameters, the optimizer's state and the numbers of updates and epochs to a file.
+        """Write parameters, buffers, optimizer state, numbers of updates and epochs to a file.
 
         ``torch.load(path, weights_only=True)`` reads it. During a run a body does so, by
         :meth:`hybridtrain.Worker.save`.

@@ -32,7 +32,7 @@ from hybridtrain.training.step.guard import OnFault
 from hybridtrain.training.step.shared_buffers import shared
 from hybridtrain.training.step.trained_parameters import sparse_slots
 from hybridtrain.updates.named import NamedUpdate
-from hybridtrain.util.option_types import Checked, Positive, as_typed, shown
+from hybridtrain.util.option_types import Above0, Checked, Positive, allows, as_typed, shown
 from hybridtrain.worker.client import Client, StopRequested
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -201,11 +201,6 @@ class Worker:
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         """This worker's parameters by name, in the order of the model."""
         return [(name, parameter.data) for name, parameter in self._model.named]
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """This worker's copies of a module's buffers by name."""
-        return {name: buffer.detach().clone() for name, buffer in self._model.buffers.items()}
 
     def pull(self) -> int:
         """Bring :attr:`model` up to date; returns its version."""
@@ -394,8 +389,8 @@ class Worker:
         return counted
 
     def _check_samples(self, samples: Any) -> None:
-        known = isinstance(samples, int | float | np.integer | np.floating)
-        if samples is not None and not (known and 0 < samples < float("inf")):
+        plain = samples.item() if isinstance(samples, np.generic) else samples
+        if not allows(plain, Above0 | None):
             raise UserError(
                 f"{self._where}: samples={shown(samples)} was pushed; give a number above 0, or "
                 "push(None) for a mini-batch that does not count"
@@ -425,8 +420,8 @@ class Worker:
 
     # ---- the end --------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """The body has returned.
+    def end(self) -> dict[str, torch.Tensor]:
+        """The body has returned; the leader returns the buffers of its module.
 
         Raises:
             UserError: if it has not asked for data that it was given.
@@ -447,6 +442,7 @@ class Worker:
         if says and epochs is not None and (fault := _left_undone(epochs, taken)) is not None:
             to_stderr(fault)
         self._session.close()
+        return self._model.buffers if self._client.is_leader else {}
 
 
 class _Arrays(dict[str, Any]):
@@ -469,7 +465,7 @@ def _left_undone(epochs: Epochs, taken: Sequence[Taken]) -> str | None:
     batches = sum(each.batches for each in taken)
     if not batches:
         return f"no mini-batch in {wanted} samples: too few for a full one, and drop_last=True"
-    if batches and not any(each.pushes for each in taken):
+    if not any(each.pushes for each in taken):
         return f"no push in {batches} mini-batches: the model is as it was"
     return None
 
@@ -492,8 +488,7 @@ def work(job: Job, client: Client) -> Returned:
     try:
         worker = Worker(client, job)
         result = job.body(worker)
-        worker.end()
-        result = Returned(result, worker.buffers if client.is_leader else {})
+        result = Returned(result, worker.end())
     except StopRequested:
         raise
     except BaseException:

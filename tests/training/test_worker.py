@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -849,6 +850,34 @@ def test_so_it_has_in_a_replay_and_in_virtual_time(tmp_path: Path) -> None:
     Server(nets[2], optimizer=sgd).simulate(normalise, workers=2, data=data)
     for other in nets[1:]:
         assert torch.equal(nets[0][0].running_mean, other[0].running_mean)  # type: ignore[arg-type]
+
+
+class Past(torch.nn.Module):
+    """Has buffers that grow, that are sparse, and that are views of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_buffer("mask", torch.eye(2).to_sparse())
+        self.register_buffer("ones", torch.ones(1).expand(3))
+
+
+def remember(worker: Worker) -> None:
+    for rows in worker.batches():
+        module = worker.model
+        module.seen = torch.cat([module.seen, torch.from_numpy(rows)])
+        module.w.sum().backward()
+        worker.push()
+
+
+def test_a_buffer_that_has_grown_comes_back_and_one_that_is_not_dense_stays(tmp_path: Path) -> None:
+    module = Past()
+    server = Server(module, optimizer=SGD)
+    server.run(remember, data=5, batch_size=2)
+    assert sorted(module.seen.tolist()) == [0, 1, 2, 3, 4]  # type: ignore[operator]
+    server.save(tmp_path / "run.pt")
+    Server(deepcopy(module), optimizer=SGD).load(tmp_path / "run.pt")
 
 
 def test_a_file_of_a_module_with_other_buffers_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from hybridtrain.cli import explain, hydra_config
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher, job_process
 from hybridtrain.cli.sweep.search import JobSweeper, checked_job, combinations, space_of
+from hybridtrain.cli.validation.config_checks import uses_optimizer
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report import fair, fair_page
 from hybridtrain.report.charts import number
@@ -184,7 +185,7 @@ class FairSweeper(JobSweeper):
         fixed = [x for x in given if x not in swept]
         cfg = checked_job(self.launcher, fixed, given).config
         lr = cfg.optimizer.get("lr")
-        if "${optimizer}" not in OmegaConf.to_yaml(cfg.model) or not is_number(lr) or lr <= 0:
+        if not uses_optimizer(cfg, "model") or not is_number(lr) or lr <= 0:
             if swept:
                 return []
             raise UserError(

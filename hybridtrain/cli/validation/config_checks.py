@@ -298,13 +298,18 @@ def _check_optimizer_is_used(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Check that a typed optimizer reaches the model; one of the user's own may make another."""
     typed = [x for x in hydra_config.parse(overrides) if not x.is_delete()]
     found = [x for x in typed if x.key_or_group.partition(".")[0] == "optimizer"]
-    users = {name: cfg[name] for name in ("model", "data", "callbacks") if name in cfg}
-    if found and "${optimizer" not in OmegaConf.to_yaml(users):
+    if found and not uses_optimizer(cfg, "model", "data", "callbacks"):
         raise UserError(
             f"{found[0].input_line} was given, but nothing of the model refers to it; name the "
             "model's own argument (model.NAME=...), or hand it over: 'model.NAME=${optimizer}', "
             "'model.NAME=${optimizer.lr}'"
         )
+
+
+def uses_optimizer(cfg: DictConfig, *groups: str) -> bool:
+    """Whether one of these groups of the configuration refers to ``optimizer``."""
+    there = {group: cfg[group] for group in groups if group in cfg}
+    return "${optimizer" in OmegaConf.to_yaml(there)
 
 
 def _value(cfg: DictConfig, key: str) -> Any:

@@ -122,11 +122,14 @@ def shared(module: torch.nn.Module) -> Named:
     found: dict[int, tuple[dict[str, torch.Tensor | None], str]] = {}
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            if buffer is None or buffer.layout != torch.strided:
-                continue
-            if buffer.numel() < 2 or 0 not in buffer.stride():
+            if buffer is not None and lies_apart(buffer):
                 found.setdefault(id(buffer), (part._buffers, name))
     return list(found.values())
+
+
+def lies_apart(buffer: torch.Tensor) -> bool:
+    """Whether it is dense, and no two elements are one (as in an expanded tensor)."""
+    return buffer.layout == torch.strided and (buffer.numel() < 2 or 0 not in buffer.stride())
 
 
 def tensors(named: Named) -> list[torch.Tensor]:
