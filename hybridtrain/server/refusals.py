@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
+from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Release, SetTimer
 from hybridtrain.protocol.messages import Push
 from hybridtrain.updates import Optimizers
-from hybridtrain.util.option_types import as_typed
+from hybridtrain.util.option_types import as_typed, shown
 
 
 def missed(worker: int, waiting: Iterable[int]) -> str:
@@ -37,13 +38,30 @@ def standing(for_s: float, waiting: Mapping[int, str], away: Sequence[int]) -> s
     )
 
 
-def too_early(policy: object, worker: int) -> str:
-    """The policy releases a worker that does not wait."""
-    return (
-        f"policy {as_typed(policy)} ordered a Release before training began, when worker {worker} "
-        "joined; nobody waits then: on Joined, order only SetTimer, or Release of workers that "
-        "have pushed"
+def misordered(policy: object, order: object, unsettled: Set[int], free: Set[int]) -> str | None:
+    """Why this order of the policy cannot be carried out, if so.
+
+    ``unsettled``: workers with contributions that no order has settled; ``free``: workers that a
+    ``Release`` may name.
+    """
+    if isinstance(order, SetTimer):
+        return None
+    orders = Apply | Accumulate | Drop | Release
+    if not isinstance(order, orders) or not isinstance(order.workers, Sequence):
+        return (
+            f"policy {as_typed(policy)} returned {shown(order)}; it must return a list of "
+            "Apply(workers), Accumulate(workers), Drop(workers), Release(workers) and "
+            "SetTimer(at_s), where workers are a tuple"
+        )
+    releases = isinstance(order, Release)
+    if not (wrong := set(order.workers) - (free if releases else unsettled)):
+        return None
+    why = (
+        "does not wait, or its contribution was not applied, accumulated or dropped before"
+        if releases
+        else "has no contribution, or it was applied, accumulated or dropped before"
     )
+    return f"policy {as_typed(policy)} ordered {order}, but worker {_numbers(wrong)} {why}"
 
 
 def objection(

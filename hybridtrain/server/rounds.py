@@ -47,7 +47,7 @@ from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.early_step import EarlyStep
 from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
-from hybridtrain.server.refusals import objection, too_early
+from hybridtrain.server.refusals import misordered, objection
 from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.updates import Optimizers, Stepped
 from hybridtrain.updates.thread_pool import Pool
@@ -95,8 +95,7 @@ class Rounds:
         self._last: int | None = None  # the version after which no update is made
         self._early: EarlyStep | None = None
         for worker in sorted(workers):
-            if self.join(worker):
-                raise UserError(too_early(policy, worker))
+            self.join(worker)
 
     def share(self, store: Store | None) -> None:
         """Masters and rows lie here from now on."""
@@ -314,12 +313,18 @@ class Rounds:
     def _obey(self, fact: Fact) -> Replies:
         if self.broken:
             return []
-        return self._do(self._policy.on(fact))
+        orders = self._policy.on(fact)
+        return self._do(orders if isinstance(orders, Sequence) else (orders,))
 
     def _do(self, orders: Sequence[Order]) -> Replies:
-        """Carry out the orders one after the other."""
+        """Carry out the orders one after the other.
+
+        Raises:
+            UserError: if one is impossible.
+        """
         replies: Replies = []
         for order in orders if not self._over else ():
+            self._check(order)
             match order:
                 case Apply() if self._over:  # an earlier order made the last update
                     break
@@ -339,6 +344,13 @@ class Rounds:
                 case SetTimer(at_s):
                     self.wake_at_s = at_s
         return replies + self._release_all() if self._over else replies
+
+    def _check(self, order: Order) -> None:
+        settled = self._outcome.keys()
+        unsettled = self.pushed.keys() - settled
+        free = settled | self._ready
+        if (reason := misordered(self._policy, order, unsettled, free)) is not None:
+            raise UserError(reason)
 
     def _lacks_portions(self, workers: Iterable[int]) -> bool:
         """Whether others will still process a part of the pass that this update evaluates."""

@@ -48,7 +48,7 @@ def test_what_follows_from_a_workers_coming_back_happens() -> None:
 
 
 def test_nobody_can_be_released_before_training_begins() -> None:
-    with pytest.raises(UserError, match=r"Company.*Release.*worker 0 joined.*only SetTimer"):
+    with pytest.raises(UserError, match=r"Company.*Release.*worker 0 does not wait"):
         Server(Company((Release((0,)),)), 2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +11,16 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.policies import Needs
 from hybridtrain.protocol.events import Received, Removed, TimerExpired
-from hybridtrain.protocol.facts import Apply, Fact, Order, Pushed, Release, SetTimer, TimerFired
+from hybridtrain.protocol.facts import (
+    Apply,
+    Drop,
+    Fact,
+    Order,
+    Pushed,
+    Release,
+    SetTimer,
+    TimerFired,
+)
 from hybridtrain.protocol.messages import Gather, Gathered
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
@@ -123,3 +133,36 @@ def test_who_waits_patiently_is_called_to_a_meeting_of_all() -> None:
     assert made.server.on(Received(1, Gather("rests", b"", patient=True))) == []
     assert made.server.on(states[0]) == [(1, Gathered((), (), join="meeting"))]
     assert made.server.on(states[1]) == gathered([b"x", b"x"], 0, 1)
+
+
+class Answers(Never):
+    """Answers the first contribution with these."""
+
+    def __init__(self, orders: object) -> None:
+        self.orders: Any = orders
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        return self.orders if isinstance(fact, Pushed) else ()
+
+
+@pytest.mark.parametrize(
+    ("orders", "said"),
+    [
+        ([Apply((9,))], "worker 9 has no contribution, or it was applied"),
+        ([Apply((0,)), Apply((0,))], "worker 0 has no contribution, or it was applied"),
+        ([Apply((0,)), Drop((0,))], "ordered Drop(workers=(0,)), but worker 0"),
+        ([Release((0,))], "worker 0 does not wait, or its contribution was not applied"),
+        ([Apply((0,)), Release((0, 1))], "worker 1 does not wait"),
+        (
+            [Apply(cast(Any, 0))],
+            "returned Apply(workers=0); it must return a list of Apply(workers)",
+        ),
+        (["apply"], "returned 'apply'; it must return a list"),
+        (None, "returned None; it must return a list"),
+    ],
+)
+def test_an_impossible_order_is_named_with_its_policy(orders: object, said: str) -> None:
+    served = Served(2, Answers(orders))
+    reason = refusals(served.push(0, 1.0))[0]
+    assert said in reason
+    assert "policy" in reason
