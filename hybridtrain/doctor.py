@@ -37,7 +37,7 @@ from hybridtrain.lightning.hosts.agreement import (
     differences,
 )
 from hybridtrain.lightning.hosts.cluster import check_key_is_reachable
-from hybridtrain.lightning.hosts.joining import gathered, reached
+from hybridtrain.lightning.hosts.joining import gathering, reached
 from hybridtrain.memory.limits import available_bytes, container_cores, gpus, shared_memory_bytes
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.training.scheme import usable_cores
@@ -189,7 +189,9 @@ def _other_hosts(
     connections: dict[int, HostConnection] = {}
     found: list[Finding] = []
     try:
-        gathered(place, key, {"doctor": about}, wait_s, connections)
+        with gathering(place, key, {"doctor": about}) as others:
+            connections = others.found
+            others.wait_for(place.n_hosts, wait_s)
     except UserError as error:
         found.append(_finding(0, "hosts", "not all have come", str(error), is_bad=True))
     for host, connection in sorted(connections.items()):

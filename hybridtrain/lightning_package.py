@@ -115,18 +115,14 @@ def is_foreign(value: object) -> bool:
     return any(base.__module__.partition(".")[0] in others for base in type(value).__mro__)
 
 
-def refuse_mixture(what: str, of: str) -> UserError:
-    """The error for something that belongs to the package ``of``, which is not the one in use."""
+def refuse_mixture(what: str) -> UserError:
+    """The error for something that belongs to the package that is not the one in use."""
+    of = next(name for name in PACKAGES if name != decide())
     return UserError(
         f"{what} is of the package {of!r}, but hybridtrain uses {decide()!r} in this process; use "
         f"one of both everywhere (a program, its modules, data and callbacks), or set "
         f"{VARIABLE}={of} if only {of!r} is meant"
     )
-
-
-def other_than(package: str) -> str:
-    """``lightning`` for ``pytorch_lightning``, and the reverse."""
-    return next(name for name in PACKAGES if name != package)
 
 
 def admit(strategy: type) -> None:

@@ -54,7 +54,7 @@ def _made(package: str, **parts: Any) -> Any:
     """
     of = next(name for name, module in PACKAGES.items() if module == package)
     if decide(of) != of:
-        raise refuse_mixture("the Trainer", of)
+        raise refuse_mixture("the Trainer")
     from hybridtrain.lightning.strategy import HybridStrategy
 
     return HybridStrategy(**parts)

@@ -44,8 +44,8 @@ from hybridtrain.lightning_package import decide_by_configuration
 from hybridtrain.report.page import write
 from hybridtrain.report.timeline import REPORT, picture, place
 from hybridtrain.server.timeline import Timeline
-from hybridtrain.util.arguments import command, options, spelled, value_of
-from hybridtrain.util.option_types import NotNegative, check
+from hybridtrain.util.arguments import command, options, read_value, spelled
+from hybridtrain.util.option_types import NotNegative
 
 if TYPE_CHECKING:
     from hybridtrain.recording import Record
@@ -142,8 +142,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         raise UserError(f"anyway={given['anyway']} was given; it must be true or false")
     for option, kind in DRAWING.items():
         if option in given:
-            value = given[option] if kind is str else value_of(given[option])
-            check(option, value, kind, plain=True)
+            read_value(option, given[option], kind)
     place(given)
     return given
 

@@ -26,7 +26,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from hybridtrain.tasks.digits import Batch, Classifier, MakeOptimizer
+from hybridtrain.tasks.digits import Batch, Classifier
+from hybridtrain.tasks.shared_tables import MakeOptimizer
 
 
 class Timed(Classifier):

@@ -148,7 +148,6 @@ def write_entries(given: argparse.Namespace, folder: Path) -> tuple[Path, int]:
     data.trainer = pl.Trainer(logger=False, accelerator="cpu", default_root_dir=folder)
     data.prepare_data()
     data.setup()
-    assert data.vocabulary is not None
     numbers = np.memmap(data.folder / "numbers.int32", dtype=np.int32, mode="r")
     count_cooccurrences(numbers, len(data.vocabulary), data.window, folder / "all")
     return folder / "all", len(data.vocabulary)

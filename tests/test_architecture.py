@@ -126,7 +126,8 @@ def test_decisions_start_no_process_and_open_no_socket() -> None:
 def test_worlds_and_replays_tell_the_server_what_happens_by_one_method() -> None:
     files = files_of("worlds", "recording/replayer.py", "recording/virtual_rerun.py")
     called = {name for f in files for name in re.findall(r"\b_?server\.(\w+)\(", f.read_text())}
-    assert called == {"on", "adopt", "close"}  # besides, its parts are made and taken down
+    # Besides, its parts are made and taken down, and what memory a reply is about is asked.
+    assert called == {"on", "adopt", "close", "descriptor_for"}
 
 
 def test_tasks_are_ordinary_lightning_code_that_knows_no_strategy() -> None:

@@ -149,17 +149,13 @@ def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
     page = job_launcher.leave_page(job_launcher.ROWS, job_launcher.DIRECTORY[0])
     if page is not None:
         print(f"\nside by side: {page}", flush=True)
-    print(
-        "\n".join(job_launcher.LAST_WORDS), end="\n" if job_launcher.LAST_WORDS else "", flush=True
-    )
+    for words in job_launcher.LAST_WORDS:
+        print(words, flush=True)
     if outcome.exit >= 128:
         again = hydra_config.resuming(short(job_launcher.DIRECTORY[0]))
         print(f"\nbroken off; to go on: python -m hybridtrain -m {again}", flush=True)
-    failed = [row for row in job_launcher.ROWS if row.outcome.exit != 0]
-    if outcome.exit == 0 and failed:
-        return CommandOutcome(
-            exit=FAILED, error=f"{len(failed)} of {len(job_launcher.ROWS)} jobs failed"
-        )
+    if outcome.exit == 0 and (failed := len(job_launcher.ROWS) - len(done)):
+        return CommandOutcome(FAILED, error=f"{failed} of {len(job_launcher.ROWS)} jobs failed")
     if outcome.exit == 0:
         resumed.finish(job_launcher.DIRECTORY[0])
     return outcome

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ import hybridtrain
 
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
-OWN = {"model": "own", "data": "own", "task": "own"}
 MORE_DIRS: list[Path] = []  # of the command line: --config-dir
 RUN_DIR = "{run_dir}"  # stands for the run's directory, which is another one in a replay
 
@@ -135,7 +134,7 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     if "model" in chosen and "task" not in keys and "experiment" not in keys:
         chosen.append("task")
     open_keys = tuple(f"{x}." for x in own)
-    result = [f"{group}={OWN[group]}" for group in chosen]
+    result = [f"{group}=own" for group in chosen]
     for text, item in zip(overrides, parsed, strict=True):
         own_key = item.key_or_group.startswith(open_keys) and text == item.input_line
         result.append(f"++{text}" if own_key and not text.startswith(("+", "~")) else text)
@@ -161,6 +160,11 @@ def quoted(key: str, value: object) -> str:
     """An override, its value quoted for Hydra."""
     escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{escaped}'"
+
+
+def assignments(values: Mapping[str, object]) -> list[str]:
+    """Overrides that give each key its value, which is not quoted."""
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def resuming(directory: str) -> str:

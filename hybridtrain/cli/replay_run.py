@@ -120,7 +120,9 @@ def rebuilt(
         cfg: DictConfig = OmegaConf.create(with_present_targets(placed(content, folder)))
         cfg.trainer.enable_progress_bar, cfg.ckpt = False, _checkpoint(told)
         if record.n_hosts > 1:
-            _on_one_host(cfg, record.n_hosts)
+            # One host has the workers of all, on devices of the same numbers.
+            cfg.trainer.num_nodes = 1
+            cfg.strategy.workers_per_device *= record.n_hosts
         cfg.strategy.record, cfg.profile, cfg.advice = None, False, False
         cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
         change(cfg)
@@ -140,12 +142,6 @@ def rebuilt(
 
     context.change_loaded(elsewhere)
     return parts
-
-
-def _on_one_host(cfg: DictConfig, n_hosts: int) -> None:
-    """Let one host have the workers of all, on devices of the same numbers."""
-    cfg.trainer.num_nodes = 1
-    cfg.strategy.workers_per_device *= n_hosts
 
 
 class _Sink:

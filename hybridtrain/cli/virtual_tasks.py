@@ -39,7 +39,11 @@ def lessons(overrides: Sequence[str]) -> MakeLesson:
         cfg = hydra_config.compose_config(overrides)
         cfg.run_dir = "."  # there is no run, and so no directory for one
         check_config(cfg, overrides)
-        _check_trainer(cfg)
+        if (n := cfg.trainer.accumulate_grad_batches) != 1:
+            raise UserError(
+                f"trainer.accumulate_grad_batches={n}: in virtual time every mini-batch is pushed; "
+                "leave it at 1"
+            )
         check_targets(cfg)
 
     def make(workers: int) -> ModuleTask:
@@ -70,14 +74,6 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
         if (line := explain(error, overrides)) is None:
             raise
         raise UserError(line) from error
-
-
-def _check_trainer(cfg: DictConfig) -> None:
-    if cfg.trainer.accumulate_grad_batches != 1:
-        raise UserError(
-            f"trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}: in virtual "
-            "time every mini-batch is pushed; leave it at 1"
-        )
 
 
 def _lesson(cfg: DictConfig, workers: int) -> ModuleTask:

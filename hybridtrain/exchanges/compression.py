@@ -102,19 +102,15 @@ class Codec(Protocol):
     @property
     def error_decay(self) -> float | None:
         """The error times this is added to the next tensor; ``None``: the error is lost."""
-        ...
 
     def n_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of an encoded parameter of this shape and dtype."""
-        ...
 
     def encode(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Finite numbers of ``working(dtype)``, in the parameter's shape, to (n_bytes,) uint8."""
-        ...
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
         """(n_bytes,) uint8 to numbers in the parameter's shape and dtype, all overwritten."""
-        ...
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
@@ -431,10 +427,8 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
     return value.to_dense() if value.is_sparse else value
 
 
-def _is_finite(value: torch.Tensor | None) -> bool:
+def _is_finite(value: torch.Tensor) -> bool:
     """A sum is finite only if all its terms are."""
-    if value is None:
-        return True
     numbers = _dense(value)
     return math.isfinite(abs(numbers.sum().item())) or bool(numbers.isfinite().all())
 

@@ -39,20 +39,16 @@ class Exchange(Protocol):
     @property
     def update(self) -> str | MergeRule:
         """How the masters move."""
-        ...
 
     @property
     def steps(self) -> int:
         """A worker's own steps behind what it hands over, as a rule."""
-        ...
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
         """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
-        ...
 
     def worker_steps(self, factory: StepFactory) -> Any:
         """Choose how workers step."""
-        ...
 
 
 @runtime_checkable
@@ -67,36 +63,29 @@ class LocalExchange(Exchange, Protocol):
     @property
     def owes(self) -> bool:
         """Whether the worker has made steps since it last handed something over."""
-        ...
 
     def step(self, local: Local) -> Leaving:
         """A backward has ended, and the user's optimizer is to step; ``None``: nothing leaves."""
-        ...
 
     def skip(self, local: Local) -> Leaving:
         """The others make a step for which this worker has no data."""
-        ...
 
     def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Leaving:
         """The server has let the worker go on, with these masters; perhaps something follows."""
-        ...
 
     def flush(self, local: Local) -> Leaving:
         """Hand over the steps since the last exchange: an epoch or training ends, or all
         free-running workers meet. ``None``: there has been no step since.
         """
-        ...
 
     def state(self) -> dict[str, Any]:
         """The worker's state for a checkpoint, also between two exchanges.
 
         The part that is of no use to another worker lies under the names of ``OWN``.
         """
-        ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        ...
 
 
 # ---- what an exchange sees, and what it returns -------------------------------------------------
@@ -153,38 +142,31 @@ class Local(Protocol):
     @property
     def masters(self) -> Sequence[torch.Tensor]:
         """As this worker has read them last; not to be written to."""
-        ...
 
     @property
     def gradients(self) -> Sequence[torch.Tensor | None]:
         """The gradients of the mini-batches since the last step."""
-        ...
 
     @property
     def samples(self) -> float:
         """The number of samples in these gradients."""
-        ...
 
     @property
     def loss(self) -> float:
         """The mean over these samples, where the exchange evaluates the loss."""
-        ...
 
     @property
     def rate(self) -> float:
         """The largest learning rate of the user's optimizer, as it is now."""
-        ...
 
     def step(self) -> None:
         """The user's optimizer steps the worker's own parameters."""
-        ...
 
     def moved(self, places: Sequence[int] | None = None) -> list[torch.Tensor]:
         """The masters, as this worker has read them last, minus its own parameters.
 
         Of these places of the lists, or of all. For the next offer, whose memory may hold them.
         """
-        ...
 
 
 class StepFactory(Protocol):
@@ -192,15 +174,12 @@ class StepFactory(Protocol):
 
     def hand_over_gradients(self, codec: Any) -> Any:
         """Each step's gradient goes to the server, encoded by the codec, if there is one."""
-        ...
 
     def write_to_masters(self, private_state: bool) -> Any:
         """Workers step the masters, with optimizer state that all share, or each its own."""
-        ...
 
     def step_own_parameters(self, exchange: LocalExchange) -> Any:
         """Workers step parameters of their own; the exchange says when something leaves."""
-        ...
 
 
 # ---- the contract of a merge rule: how the gradients of an update's workers become one ----------
@@ -239,7 +218,6 @@ class MergeRule(Protocol):
 
     def merge(self, parts: Sequence[WorkerGradients]) -> Sequence[torch.Tensor | None]:
         """One gradient for each parameter, in its shape; ``None``: the parameter stays as it is."""
-        ...
 
 
 def by_parameter(

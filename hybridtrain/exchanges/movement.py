@@ -20,9 +20,6 @@ from hybridtrain.util.option_types import BriefRepr
 
 # ---- how many steps of its own a worker makes between two exchanges -----------------------------
 
-FIRST_DECAY = "first_decay"
-At = int | Literal["first_decay"]
-
 
 @dataclass
 class Fixed:
@@ -74,7 +71,7 @@ class Later:
     """
 
     then: int
-    at: At
+    at: int | Literal["first_decay"]
     first: int = 1
     _steps: int = field(default=0, init=False, repr=False)
     _highest: float = field(default=0.0, init=False, repr=False)

@@ -192,14 +192,13 @@ def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
     given = f"exchange={as_typed(exchange)} was given with policy={as_typed(policy)}"
     if needs.whole_pass != evaluates(exchange):
         raise UserError(
-            f"{given}, but a pass over the data that is "
-            "one evaluation of the loss takes both policy=sandblaster and exchange=summed; use "
-            "strategy=sandblaster, or another pair"
+            f"{given}, but a pass over the data that is one evaluation of the loss takes both "
+            "policy=sandblaster and exchange=summed; use strategy=sandblaster, or another pair"
         )
     if getattr(policy, "exchange", None) == "in_place" and not shared:
         raise UserError(
-            f"{given}, but there workers write to the "
-            "masters and hand nothing over; use policy=async, or exchange=in_place"
+            f"{given}, but there workers write to the masters and hand nothing over; use "
+            "policy=async, or exchange=in_place"
         )
     if exchange.parameters == "read":
         return

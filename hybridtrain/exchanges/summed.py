@@ -17,7 +17,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Leaving, Local, Offer
 from hybridtrain.exchanges.own_steps import StepsOwnParameters
-from hybridtrain.options.exchange_options import SummedOptions
+from hybridtrain.options.exchange_options import ExchangeOptions
 from hybridtrain.util.option_types import BriefRepr, as_typed
 
 _SHORT = 0.5  # the share of a portion's samples from which on another one is short
@@ -25,7 +25,7 @@ _ALIKE = 0.2  # by which share a loss may differ from a sum's
 
 
 @dataclass(repr=False)
-class Summed(StepsOwnParameters, SummedOptions, BriefRepr):
+class Summed(StepsOwnParameters, ExchangeOptions, BriefRepr):
     """Hands over the mean gradient and loss of all portions of a pass, once.
 
     A portion that is computed for nothing (training stops within the pass) is not handed over.

@@ -6,8 +6,8 @@ lock-step free-running workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.attributes import temporarily
 from hybridtrain.worker.client import Client
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ class Collectives:
         self.weight = 1.0  # samples in this worker's mini-batch
         self.alone = ""  # why no other worker takes part now; empty: they do
 
-    def stay_local(self, local: bool = True) -> None:
+    def stay_local(self, local: bool) -> None:
         """The other workers do, or do not, do what this one does."""
         self.local = local
 
@@ -65,14 +66,9 @@ class Collectives:
         """W."""
         return self._client.n_workers
 
-    @contextmanager
-    def refusing(self, alone: str) -> Iterator[None]:
+    def refusing(self, alone: str) -> AbstractContextManager[None]:
         """Let collectives raise, with ``alone`` as the reason."""
-        self.alone = alone
-        try:
-            yield
-        finally:
-            self.alone = ""
+        return temporarily(self, alone=alone)
 
     def _gather(self, tag: str, item: Any) -> list[Any]:
         self._check_that_others_come(tag)

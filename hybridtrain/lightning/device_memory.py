@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +20,12 @@ import torch
 from hybridtrain.util.anonymous_files import SharedBytes
 from hybridtrain.worker.device import KINDS
 
-_NEEDED, _TOTAL = 0, 1  # int64 of each worker, in bytes; 0: not measured yet
-_N_WORDS = 2
+_CELL = struct.Struct("qq")  # of each worker: its device's size, its need; 0: not measured yet
 _ASKED = re.compile(r"Tried to allocate (([\d.]+) (bytes|[KMG]iB))")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class DeviceNeeds:
+class DeviceNeeds(SharedBytes):
     """Bytes that each worker has needed, in memory that all workers and the calling process share.
 
     Args:
@@ -35,16 +35,16 @@ class DeviceNeeds:
 
     def __init__(self, n_workers: int, n_devices: int) -> None:
         self._n_workers, self._n_devices = n_workers, n_devices
-        self._shared = SharedBytes(8 * _N_WORDS * n_workers)
+        super().__init__(_CELL.size * n_workers)
 
     def note(self, worker: int, needed: int, total: int) -> None:
         """Record that the worker has needed ``needed`` of its device's ``total`` bytes."""
-        self._write(worker, _TOTAL, total)
-        self._write(worker, _NEEDED, max(needed, self.of(worker)))
+        place = _CELL.size * worker
+        _CELL.pack_into(self.map, place, total, max(needed, self.of(worker)))
 
     def of(self, worker: int) -> int:
         """The worker's highest need so far, in bytes; 0: not measured yet."""
-        return self._read(worker, _NEEDED)
+        return self._cell(worker)[1]
 
     def others(self, worker: int) -> dict[int, int]:
         """The other workers on the same device -> their needs as in ``of``."""
@@ -57,31 +57,22 @@ class DeviceNeeds:
 
         ``None`` until all workers on the device have measured, or where their needs do not fit.
         """
-        own, others = self.of(worker), self.others(worker).values()
-        total, needed = self._read(worker, _TOTAL), own + sum(others)
+        (total, own), others = self._cell(worker), self.others(worker).values()
+        needed = own + sum(others)
         if not own or not all(others) or needed > total:
             return None
         return (own + (total - needed) / (1 + len(others))) / total
 
     def figures(self) -> dict[str, dict[str, list[int]]]:
         """For the run's summary; empty where no worker has measured."""
-        workers = range(self._n_workers)
-        needed, total = ([self._read(w, n) for w in workers] for n in (_NEEDED, _TOTAL))
+        total, needed = map(list, zip(*map(self._cell, range(self._n_workers)), strict=True))
         if not any(needed):
             return {}
         return {"device_memory": {"needed_bytes": needed, "total_bytes": total}}
 
-    def close(self) -> None:
-        """Release the shared memory."""
-        self._shared.close()
-
-    def _read(self, worker: int, word: int) -> int:
-        begin = 8 * (_N_WORDS * worker + word)
-        return int.from_bytes(self._shared.map[begin : begin + 8], "little")
-
-    def _write(self, worker: int, word: int, value: int) -> None:
-        begin = 8 * (_N_WORDS * worker + word)
-        self._shared.map[begin : begin + 8] = value.to_bytes(8, "little")
+    def _cell(self, worker: int) -> tuple[int, int]:
+        total, needed = _CELL.unpack_from(self.map, _CELL.size * worker)
+        return total, needed
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0, place_o
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.lightning.results.returned_optimizers import Trained
 from hybridtrain.recording.run_description import Recording
+from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worker.client import Client
 
@@ -155,10 +156,9 @@ class HostMemoryStrategy(ParallelStrategy):
             return
         if isinstance(self.checkpoint_io, WholeCheckpointIO):
             self.checkpoint_io.wait()  # the run itself may be writing it
-        with checkpoint_of_host_0(self.client, path, self.hosts_of_run) as copy:
-            self._copy = copy
+        loading = checkpoint_of_host_0(self.client, path, self.hosts_of_run)
+        with loading as copy, temporarily(self, _copy=copy):
             proceed(path, *args, **kwargs)
-            self._copy = None
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Lightning, with the position in the epoch; or the state of a restarted worker."""

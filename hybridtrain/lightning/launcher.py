@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -96,6 +96,7 @@ class HybridLauncher(Launcher):
         """Run ``function`` in every worker; return worker 0's result."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
+        job = _Job(trainer, function, args, kwargs)
         strategy.begin_run()
         if strategy.data_options["data_shards"] is not None:
             check_visits(strategy.requirements)
@@ -105,33 +106,26 @@ class HybridLauncher(Launcher):
                     "the run had inside, under which workers of a host meet without the server, "
                     "and its record says nothing of that; it cannot be replayed"
                 )
-            job = _Job(trainer, function, args, kwargs, None, [])
             strategy.faults.begin(trainer, strategy.world_size, rehearses=True)
             return self._play(strategy.recording.instead, job)
         handled = sys.exception()  # by the user's code, which may look at it
         try:
-            return self._train(trainer, function, args, kwargs)
+            return self._train(job)
         except BaseException as error:
             clear_frames_of(error, handled)
             raise
 
-    def _train(
-        self,
-        trainer: pl.Trainer,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run ``function`` in worker processes; return worker 0's result."""
-        strategy = self._strategy
+    def _train(self, job: _Job) -> Any:
+        """Run the job in worker processes; return worker 0's result."""
+        strategy, trainer = self._strategy, job.trainer
         method = resolve_start_method(strategy.start_method)
         start = StartOptions(method, threads_of_a_worker(strategy, strategy.local_workers))
         check_all(strategy, trainer)
         end_with_engine()
         strategy.faults.begin(trainer, strategy.world_size)
-        snapshot = carried(trainer, method)
+        job.global_state = carried(trainer, method)
         scratch = Scratch(apart=strategy.node_rank > 0)
-        job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
+        job.room = scratch.path
         check_startup(strategy, method, start.threads, usable_cores(), job)
         try:
             if strategy.node_rank > 0:
@@ -170,8 +164,7 @@ class HybridLauncher(Launcher):
                 strategy.stop_grace_s,
                 strategy.data_options["host_sums"] and len(strategy.numbers_here) > 1,
             )
-            with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
-                job.loggers = logger_states(trainer) if start.method == "fork" else []
+            with surroundings(job, start.method):
                 return results_of(relay.run(partial(_body_of, job)))
 
     def _run(self, job: _Job, judge: Judge, start: StartOptions, others: Hosts | None) -> list[Any]:
@@ -187,8 +180,7 @@ class HybridLauncher(Launcher):
             device_names = device_names_of(strategy)
             world = world_of(strategy, server, judge, start, device_names, own, others)
             try:
-                with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
-                    job.loggers = logger_states(trainer) if start.method == "fork" else []
+                with surroundings(job, start.method):
                     return world.run(partial(_run_in_process, job), partial(_run_again, job))
             finally:
                 error = sys.exc_info()[0]
@@ -234,15 +226,18 @@ def clear_frames_of(error: BaseException, handled: BaseException | None = None) 
 
 
 @contextmanager
-def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
-    """Resources that exist while workers run."""
+def surroundings(job: _Job, start_method: str) -> Iterator[None]:
+    """Resources that exist while workers run, and what the job tells workers of them."""
+    strategy, trainer = context_of(job.trainer), job.trainer
     with (
         strategy.keeping.listening(trainer),
         vanishing_sockets(),
         strategy.device_memory.measured(strategy.parallel_devices or [], strategy.local_workers),
         pages_of(strategy, trainer),
         logs_open(trainer),
+        warnings_noted(trainer) as job.warned,
     ):
+        job.loggers = logger_states(trainer) if start_method == "fork" else []
         yield
 
 
@@ -254,12 +249,8 @@ def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
         yield
         return
     pages = RngMailbox(strategy.world_size)
-    strategy.exchange_rng(pages)
-    try:
+    with closing(pages), strategy.exchanging_rng(pages):
         yield
-    finally:
-        strategy.exchange_rng(None)
-        pages.close()
 
 
 def device_names_of(strategy: HybridStrategy) -> list[str]:
@@ -301,8 +292,8 @@ class _Job:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    global_state: GlobalState | None
-    loggers: list[dict[str, Any]]
+    global_state: GlobalState | None = None
+    loggers: list[dict[str, Any]] = field(default_factory=list)
     version: int = 0  # updates so far, for a restarted worker
     progress: bytes = b""  # the state of training, for a restarted worker
     warned: Warned | None = None  # by SLURM, that the job is about to end

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +23,11 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE
 from hybridtrain.lightning.run_context import context_of, strategy_of
+from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.profiling import Phase, Track, follow, timed
 from hybridtrain.profiling.profile_report import Report
 from hybridtrain.profiling.time_spans import LIMIT, ServerWatch, phase_of, short_name
+from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.option_types import Positive, typed
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.cleanup import removed_in_the_end
@@ -104,11 +105,12 @@ class StepProfiler(Profiler):
     def _trainer(self) -> Any:
         return vars(self)[MODULE].trainer  # set by Lightning
 
-    def _begin(self, n_workers: int) -> None:
+    def _begin(self, n_workers: int) -> Track:
         """Everything until the first epoch is one span."""
-        self._track = Track("", share_of(self.limit, n_workers))
+        track = self._track = Track("", share_of(self.limit, n_workers))
         self._kinds, self._epoch_begun = {}, False
-        self._track.begin(self._track.kind_of("start-up", Phase.LOOP))
+        track.begin(track.kind_of("start-up", Phase.LOOP))
+        return track
 
     def describe(self) -> None:
         """At the end, in every worker: write the files; under our strategies the launcher does."""
@@ -129,15 +131,16 @@ class StepProfiler(Profiler):
         self._watched = True
         if self._parts is None:  # on a further host, which writes nothing
             return
-        self._begin(client.n_workers)
-        assert self._track is not None
-        timed(self._track, client, "gather", Phase.WAIT, "meeting")
-        timed(self._track, client, "draw", Phase.DATA, "ticket")
+        track = self._begin(client.n_workers)
+        timed(track, client, "gather", Phase.WAIT, "meeting")
+        timed(track, client, "draw", Phase.DATA, "ticket")
         for method, name in (("average", "mean of all"), ("begin", "turn"), ("pull", "pull")):
-            timed(self._track, client, method, Phase.WAIT, name)
-        timed(self._track, client, "snapshot", Phase.CHECKPOINT, "snapshot")
+            timed(track, client, method, Phase.WAIT, name)
+        timed(track, client, "snapshot", Phase.CHECKPOINT, "snapshot")
         around(Point.EVALUATION, trainer.fit_loop.epoch_loop.val_loop, self.validate)
-        self._follow_releases(self._track, client)
+        timed(track, client.line, "send", Phase.PUSH)  # apart from waiting
+        timed(track, client, "await_release", Phase.WAIT, "wait for the release")
+        follow(client, "await_release", lambda: track.mark(client.version))
         context = context_of(trainer)
         follow(context, "on_train_start", lambda: self._watch_session(context.session, client))
 
@@ -151,13 +154,6 @@ class StepProfiler(Profiler):
             return proceed()
         finally:
             track.end()
-
-    def _follow_releases(self, track: Track, client: Client) -> None:
-        """Time sending and waiting separately."""
-        timed(track, client.line, "send", Phase.PUSH)
-        timed(track, client, "await_release", Phase.WAIT, "wait for the release")
-
-        follow(client, "await_release", lambda: track.mark(client.version))
 
     def _watch_session(self, session: Any, client: Client) -> None:
         """Time the session's parts; the user may replace optimizers later."""
@@ -188,7 +184,7 @@ class StepProfiler(Profiler):
             place.mkdir(parents=True, exist_ok=True)
             (place / f"{worker}.json").write_text(json.dumps(self._track.packed()))
         except OSError as error:  # a profile must not fail the run
-            _say(f"no profile of worker {worker} ({error.strerror})")
+            to_stderr(f"no profile of worker {worker} ({error.strerror})")
         self._track = None
 
 
@@ -221,11 +217,10 @@ def profiled(trainer: Any, server: Any, n_workers: int) -> Iterator[None]:
         ) from error
     watch = ServerWatch(server, share_of(profiler.limit, n_workers))
     with removed_in_the_end(parts):
-        profiler._parts = parts
         try:
-            yield
+            with temporarily(profiler, _parts=parts):
+                yield
         finally:
-            profiler._parts = None
             hosts = server.statistics.stats().get("hosts", ())
             conclude(profiler, folder, parts, n_workers, watch.tracks, hosts)
 
@@ -247,22 +242,14 @@ def conclude(
     for track in server:
         track.end_open()
     report = Report(workers, server, n_workers, hosts)
-    written = _written(report, folder)
-    if not profiler.quiet:
-        report.show(Console(), folder if written else None)
-
-
-def _written(report: Report, folder: Path) -> bool:
+    written: Path | None = folder
     try:
         report.write(folder)
     except OSError as error:
-        _say(f"no files of the profile in {folder} ({error.strerror})")
-        return False
-    return True
-
-
-def _say(line: str) -> None:
-    print(f"hybridtrain: {line}", file=sys.stderr, flush=True)
+        to_stderr(f"no files of the profile in {folder} ({error.strerror})")
+        written = None
+    if not profiler.quiet:
+        report.show(Console(), written)
 
 
 def watch_worker(trainer: Any, client: Client) -> None:

@@ -10,8 +10,8 @@ every release.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from typing import Any, Unpack
@@ -32,7 +32,7 @@ from hybridtrain.lightning.async_training.update_count import lift_dev_run_limit
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
-from hybridtrain.lightning.data.prefetch import ahead
+from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.device_memory import DeviceMemory
 from hybridtrain.lightning.failover.lost_samples import LostSampleRedistribution, prepare_for_losses
 from hybridtrain.lightning.failover.rejoin import Rejoin
@@ -47,12 +47,11 @@ from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.lightning.results.returned_training import before_configuring
-from hybridtrain.lightning.step.gradient_guard import beside
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
 from hybridtrain.lightning.sync_batchnorm import synchronise
 from hybridtrain.lightning.worker_callback import WorkerCallback
-from hybridtrain.lightning_package import admit, decide, is_foreign, other_than, refuse_mixture
+from hybridtrain.lightning_package import admit, is_foreign, refuse_mixture
 from hybridtrain.options.exchange_options import INSIDE, InsideOptions
 from hybridtrain.options.strategy_arguments import StrategyArguments, checked, of_lightning
 from hybridtrain.protocol.messages import Clip, Paused, Resumed
@@ -60,6 +59,7 @@ from hybridtrain.recording.run_description import Recording
 from hybridtrain.testing.faults import read_faults
 from hybridtrain.training.scheme import Scheme, required
 from hybridtrain.training.step.remote_state import without_fetching
+from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.option_types import Named, choose
 from hybridtrain.worker.client import Client
 
@@ -134,7 +134,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
 
     rng_mailbox: RngMailbox | None = None  # of the current run
     step_rollback: StepRollback | None = None  # of the current training
-    _session: Session | None = None
+    session: Session | None = None  # forward, backward and steps of the current training
     _inside: InsideOptions | None = None
     _snapshot: list[dict[str, Any]] | None = None
     _saves_one_update = False  # the checkpoints of a hook
@@ -142,7 +142,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     _count: UpdateCount | None = None  # where workers run freely
     _losses: LostSampleRedistribution | None = None  # once training has begun
     interrupted_by: int | None = None  # the signal that ended the last run
-    trainer_callbacks: list[pl.Callback] | None = None  # in a worker, without those of the module
+    trainer_callbacks: list[pl.Callback]  # in a worker, without those of the module
     _abstains = False
     saves_alone = False  # this worker writes a checkpoint that the others do not know of
     reports_progress = False  # it sends the state of training, perhaps in the middle of a step
@@ -182,14 +182,9 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         """The number of hosts with which training begins."""
         return min(self.data_options["min_hosts"] or self.num_nodes, self.num_nodes)
 
-    @property
-    def hosts_come(self) -> bool:
-        """Whether hosts may come while training runs: for the first time, or again."""
-        return self.on_failure.tells
-
     def _configure_launcher(self) -> None:
         if is_foreign(self.accelerator):  # so is the trainer
-            raise refuse_mixture("the Trainer", other_than(decide()))
+            raise refuse_mixture("the Trainer")
         self._launcher = HybridLauncher(self)
 
     # ---- a worker's life ------------------------------------------------------------------------
@@ -200,8 +195,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         client.listeners.on_invitation(self._join_others)
         self._collectives = Collectives(client, self.root_device)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
-        self._loaders = Loaders(trainer, client, self.requirements, self.data_options)
-        self._absence = Absence(trainer, client, self._loaders, self.requirements)
+        self._loaders = Loaders(trainer, client)
+        self._absence = Absence(trainer, client, self._loaders)
         self.expected_updates = self._trained_updates = None
         if not self.requirements.whole_rounds:
             if client.n_workers > 1:
@@ -209,7 +204,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
             answer_for_all_workers()
         self.trainer_callbacks = list(trainer.callbacks)
-        trainer.callbacks.insert(0, WorkerCallback(client, self, self._loaders.position))
+        trainer.callbacks.insert(0, WorkerCallback(trainer, self._loaders.position))
         around(Point.SAVE, trainer, self.save_together)
         before(Point.DUMP, dumper(trainer), self.before_checkpoint)
         if back is not None:
@@ -224,44 +219,35 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         super().setup(trainer)
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
-            module, fault = self.lightning_module, beside(self.on_fault, trainer)
-            self._session = Session(
-                self.client,
-                module,
-                self.optimizers,
-                self.requirements,
-                self.exchange,
-                self.update,
-                fault,
-                self.transport,
-            )
-            if self._session.final:
+            self.session = Session(self.client, self.lightning_module)
+            if self.session.final:
                 around(Point.CLIP, self.precision_plugin, self.record_clip)
-            if self._session.averages:
+            if self.session.averages:
                 around(Point.BACKWARD, self.precision_plugin, self.backward_and_average)
-            self._ahead = ahead(self._session.replica, trainer)
+            streams = self.session.replica.streams
+            self._ahead = None if streams is None else Ahead(streams, trainer)
 
     def on_train_start(self) -> None:
-        if self._session is not None and self._loaders is not None:
+        if self.session is not None and self._loaders is not None:
             if self._back is not None:
                 self._back.catch_up()
-            trainer = self._session.trainer
+            trainer = self.session.trainer
             if self.hosts_of_run > 1 and self._back is None:
                 plans = [sampler.plan for sampler in self._loaders.samplers]
-                compare_workers(self.client, trainer, plans, self.hosts_of_run)
-            self._session.install()
+                compare_workers(trainer, plans)
+            self.session.install()
             if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)
             if self._count is not None and self.client.joins:
                 self.client.rejoin(joined=True)
-                self._count.join(self._session.pull())
-            self.step_rollback = StepRollback(self._session, self.client, self._loaders)
-            self._losses = prepare_for_losses(self, trainer, self._loaders, self._back)
-            self._absence.begin(self._session)
+                self._count.join(self.session.pull())
+            self.step_rollback = StepRollback(self.session, self.client, self._loaders)
+            self._losses = prepare_for_losses(trainer, self._loaders, self._back)
+            self._absence.begin(self.session)
 
     def teardown(self) -> None:
-        if self._session is not None:
-            self._session.close()
+        if self.session is not None:
+            self.session.close()
         if self.cluster_environment is not None and self.accelerator is not None:
             super().teardown()
 
@@ -275,43 +261,33 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         """This signal has ended the run."""
         self.interrupted_by = signum
 
-    def exchange_rng(self, mailbox: RngMailbox | None) -> None:
-        """Where workers leave their RNG states, if one may be replaced."""
-        self.rng_mailbox = mailbox
+    def exchanging_rng(self, mailbox: RngMailbox) -> AbstractContextManager[None]:
+        """Workers leave their RNG states there, as one may be replaced."""
+        return temporarily(self, rng_mailbox=mailbox)
 
-    @contextmanager
-    def playing(self, recording: Recording) -> Iterator[None]:
+    def playing(self, recording: Recording) -> AbstractContextManager[None]:
         """Let its runner take the place of processes."""
-        former, self.recording = self.recording, recording
-        try:
-            yield
-        finally:
-            self.recording = former
-
-    @property
-    def session(self) -> Session | None:
-        """Forward, backward and steps of the current training."""
-        return self._session
+        return temporarily(self, recording=recording)
 
     # ---- one step -------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None and self._session is not None
-        output = self._session.training_step(partial(super().training_step, *args, **kwargs))
+        assert self.lightning_module is not None and self.session is not None
+        output = self.session.training_step(partial(super().training_step, *args, **kwargs))
         self._abstains = output is None and self.lightning_module.automatic_optimization
-        if self._session.written:
+        if self.session.written:
             assert self.step_rollback is not None
-            self._session.count_written()
+            self.session.count_written()
             self.step_rollback.commit()
         return output
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        assert self._session is not None
-        scaled = self._session.scaled(closure_loss)
+        assert self.session is not None
+        scaled = self.session.scaled(closure_loss)
         run = partial(super().backward, scaled, optimizer, *args, **kwargs)
-        loss = self._session.backward(run, closure_loss)
+        loss = self.session.backward(run, closure_loss)
         if self._ahead is not None:
             self._ahead.fetch()
         return loss
@@ -319,8 +295,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def backward_and_average(self, proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """User code reads gradients: give all workers the mean after backward."""
         proceed(*args, **kwargs)
-        if self._session is not None and self._session.steps and not self._session.accumulates():
-            self._session.average()
+        if self.session is not None and self.session.steps and not self.session.accumulates():
+            self.session.average()
 
     def record_clip(
         self,
@@ -330,33 +306,29 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         gradient_clip_algorithm: Any = "norm",
     ) -> None:
         """No user code reads gradients: let the server clip the mean."""
-        if clip_val and clip_val > 0 and self._session is not None:
+        if clip_val and clip_val > 0 and self.session is not None:
             algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-            for step in self._session.steps:
+            for step in self.session.steps:
                 step.clip_next(Clip(algorithm, float(clip_val)))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self._session is not None and self._loaders is not None
+        assert self.session is not None and self._loaders is not None
         self._abstains = False
         samples, together = self._loaders.weigh(batch)
         self.collectives.begin_batch(not self.requirements.whole_rounds, samples)
-        self._session.begin_batch(batch, samples, together)
-        send_writes(self._session, self._count, starts=True)
+        self.session.begin_batch(batch, samples, together)
+        send_writes(self.session, self._count, starts=True)
 
     def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        assert self._session is not None and self.step_rollback is not None
+        assert self.session is not None and self.step_rollback is not None
         self._snapshot = None
         gated = self._absence.gated(closure)
-        if self._session.steps_with_host:
-            gated = partial(self._session.step_of_host, gated)
+        if self.session.steps_with_host:
+            gated = partial(self.session.step_of_host, gated)
         run = partial(super().optimizer_step, optimizer, gated, model, **kwargs)
-        output = self._session.optimizer_step(self.optimizers.index(optimizer), run)
+        output = self.session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False
         self.step_rollback.commit()
         return output
@@ -376,15 +348,15 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             OthersStop: if training ends here.
         """
         self._absence.stopping.begin_batch()
-        if self._session is not None:
-            self._session.put_back()
-        send_writes(self._session, self._count)
+        if self.session is not None:
+            self.session.put_back()
+        send_writes(self.session, self._count)
         if self._count is not None:
             self._count.by_hand.begin_batch()
         asks = self.requirements.takes_turns or (self.requirements.asks and not self._has_asked)
-        if asks and self._session is not None and self._count is not None:
+        if asks and self.session is not None and self._count is not None:
             self._has_asked = True
-            self._count.reach(self._session.await_turn())
+            self._count.reach(self.session.await_turn())
         if self._count is not None:
             self._count.begin_batch()
 
@@ -394,7 +366,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         In lock-step only where no step follows in this epoch (``ends``: Lightning may not know it
         yet): a validation within an epoch must not move the masters.
         """
-        session = self._session
+        session = self.session
         if session is None or not self._may_exchange:
             return
         ends = ends or has_ended_epoch(session.trainer)
@@ -412,7 +384,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         In lock-step all workers would have to exchange: a resumed run repeats these steps. It
         repeats a pass that evaluates the loss, too.
         """
-        session, stop, wants = self._session, self.client.stop, self.requirements
+        session, stop, wants = self.session, self.client.stop, self.requirements
         asked = stop is not None and not stop.now
         begun = self._loaders is not None and self._loaders.under_way
         if session is None or wants.whole_rounds or wants.evaluates or not asked or begun:
@@ -422,11 +394,11 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
 
     def _join_others(self, to: str) -> None:
         """Take part in the other workers' exchange or checkpoint, while this worker waits."""
-        assert self._session is not None, "it trains"
+        assert self.session is not None, "it trains"
         if to == "round":
-            self._exchange(self._session)
+            self._exchange(self.session)
         else:
-            self._session.gather_states()
+            self.session.gather_states()
 
     @property
     def _may_exchange(self) -> bool:
@@ -467,16 +439,16 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         """At the end of a share: exchange own steps, agree on the version and on lost workers."""
         self.exchange_own_steps(ends)
         self.collectives.stay_local(False)
-        agree(self._session, self._count, self.collectives)
+        agree(self.session, self._count, self.collectives)
         self._has_asked &= not self.requirements.evaluates  # the masters are not what is evaluated
-        if self._count is None and self._session is not None and self._all_take_part:
-            self._session.catch_up()
+        if self._count is None and self.session is not None and self._all_take_part:
+            self.session.catch_up()
         if self._losses is not None:
             self._losses.meet()
 
     def on_validation_start(self) -> None:
-        if self._session is not None:
-            self._session.share_buffers(self._loaders is not None and self._loaders.under_way)
+        if self.session is not None:
+            self.session.share_buffers(self._loaders is not None and self._loaders.under_way)
         if self.is_global_zero:
             self.client.note(Paused())  # all have met: no worker trains
 
@@ -484,29 +456,19 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if self.is_global_zero:
             self.client.note(Resumed())
 
-    @contextmanager
-    def saving_alone(self) -> Iterator[None]:
+    def saving_alone(self) -> AbstractContextManager[None]:
         """This worker writes a checkpoint that the others do not know of."""
-        self.saves_alone = True
-        try:
-            yield
-        finally:
-            self.saves_alone = False
+        return temporarily(self, saves_alone=True)
 
-    @contextmanager
-    def reporting_progress(self) -> Iterator[None]:
+    def reporting_progress(self) -> AbstractContextManager[None]:
         """This worker sends the state of training, perhaps in the middle of a step."""
-        self.reports_progress = True
-        try:
-            yield
-        finally:
-            self.reports_progress = False
+        return temporarily(self, reports_progress=True)
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def save_together(self, save: Callable[..., None], *args: Any, **options: Any) -> None:
         """As Lightning, with the masters in the module meanwhile."""
-        session = self._session
+        session = self.session
         shows = session is None or session.shows_masters
         self.gather_states()
         try:
@@ -517,7 +479,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
 
     def gather_states(self) -> None:
         """All save together: the writing worker receives each worker's own state."""
-        session = self._session
+        session = self.session
         if session is not None and session.has_own_state and self._all_take_part:
             self.client.settle()
             last = not self.requirements.whole_rounds or has_made_last_step(session.trainer)
@@ -530,7 +492,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
 
         It makes a name before it writes, and other workers make updates in between.
         """
-        session = self._session
+        session = self.session
         shows = session is None or session.shows_masters
         self._saves_one_update = True
         try:
@@ -553,14 +515,14 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             return
         self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
-        own = self._session is not None and self._session.has_own_parameters
+        own = self.session is not None and self.session.has_own_parameters
         if self.reports_progress and own:
             return  # own parameters must not change in the middle of a step
         between = self.collectives.local
         if not own:  # or it would exchange earlier than without a checkpoint
             self.exchange_own_steps()
-        if self._count is not None and self._session is not None and self.is_global_zero:
-            self._snapshot = self._session.snapshot(self._count.reach, between)
+        if self._count is not None and self.session is not None and self.is_global_zero:
+            self._snapshot = self.session.snapshot(self._count.reach, between)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Copies, where others write meanwhile: a file's checksums must fit its content."""
@@ -578,7 +540,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         optimizer = plain_optimizer(optimizer)
         if not optimizer.param_groups:  # Lightning's stand-in: the module steps by itself
             return {}
-        session = self._session if self.is_global_zero and not self.reports_progress else None
+        session = self.session if self.is_global_zero and not self.reports_progress else None
         if session is None or not session.steps:  # only worker 0 saves it
             return without_fetching(optimizer)
         if self._snapshot is None:
@@ -591,10 +553,10 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if not state or not optimizer.param_groups:  # the module steps by itself, or did
                 continue
-            if self._session is None:
+            if self.session is None:
                 optimizer.load_state_dict(state)
             else:
-                self._session.saved.load(optimizer, state)
+                self.session.saved.load(optimizer, state)
 
 
 admit(HybridStrategy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 
@@ -18,11 +18,8 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     advise_on_interval,
     warn_of_unused,
 )
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.monitoring.hang_detector import Doing
-from hybridtrain.worker.client import Client
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
 
 
 class WorkerCallback(pl.Callback):
@@ -31,13 +28,13 @@ class WorkerCallback(pl.Callback):
     One callback does all three, because another one would cost more than a heartbeat.
 
     Args:
-        client: receives requests to stop.
-        strategy: aligns.
+        trainer: of this worker; its strategy aligns.
         position: of this worker in the epoch.
     """
 
-    def __init__(self, client: Client, strategy: HybridStrategy, position: EpochPosition) -> None:
-        self._client, self._strategy, self._position = client, strategy, position
+    def __init__(self, trainer: pl.Trainer, position: EpochPosition) -> None:
+        self._strategy, self._position = context_of(trainer), position
+        self._client = client = self._strategy.client
         self._beat = client.heartbeat.beat
         self._advises = client.worker == 0
         self._marks_checkpoints = False
@@ -49,7 +46,7 @@ class WorkerCallback(pl.Callback):
         if not self._marks_checkpoints:  # the search for a learning rate sets up many times
             around(Point.SAVE, trainer, self.save)
             if not self._strategy.requirements.whole_rounds:
-                Validations(trainer, self._strategy)
+                Validations(trainer)
             self._marks_checkpoints = True
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:

@@ -4,7 +4,7 @@ from hybridtrain.memory.arena import Arena
 from hybridtrain.memory.layout import Layout, Slot, overlapping
 from hybridtrain.memory.sparse_rows import Packed, Rows, Table, pack, unpack
 from hybridtrain.memory.store import Store, UpdateMaker
-from hybridtrain.memory.worker_view import WorkerView, open_window
+from hybridtrain.memory.worker_view import open_window
 
 __all__ = [
     "Arena",
@@ -15,7 +15,6 @@ __all__ = [
     "Store",
     "Table",
     "UpdateMaker",
-    "WorkerView",
     "open_window",
     "overlapping",
     "pack",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.memory.limits import available_bytes
+from hybridtrain.memory.limits import check_available
 from hybridtrain.util.anonymous_files import anonymous_descriptor, shared_map
 
 # A cache line, and 16 float32: what the vectorised kernels need for equal bits.
@@ -28,6 +28,12 @@ ALIGNMENT_BYTES = 64
 def align(n_bytes: int) -> int:
     """Round up to :data:`ALIGNMENT_BYTES`."""
     return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's stride if it has no gaps (``channels_last``), else the contiguous one."""
+    dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+    return tuple(dense.stride())
 
 
 class Arena:
@@ -63,15 +69,13 @@ class Arena:
             return cls(fd, n_bytes)
         except OSError as error:
             os.close(fd)
+            advice = "use fewer workers, a smaller model, or a machine with more memory"
+            if error.errno == errno.EFBIG:
+                advice = "raise its limit of file sizes: ulimit -f unlimited"
             raise UserError(
-                f"{_asked(n_bytes, unused) / 2**20:,.1f} MiB of shared host memory were "
-                "asked for parameters and gradients, but the system refused them "
-                f"({error.strerror}); "
-                + (
-                    "raise its limit of file sizes: ulimit -f unlimited"
-                    if error.errno == errno.EFBIG
-                    else "use fewer workers, a smaller model, or a machine with more memory"
-                )
+                f"{_asked(n_bytes, unused) / 2**20:,.1f} MiB of shared host memory were asked for "
+                "parameters and gradients, but the system refused them "
+                f"({error.strerror}); {advice}"
             ) from error
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -99,9 +103,7 @@ def _asked(n_bytes: int, unused: Sequence[tuple[int, int]]) -> int:
 
 def _reserve(fd: int, n_bytes: int, unused: Sequence[tuple[int, int]]) -> None:
     """Set the file's size, and reserve its pages where the system can."""
-    available = available_bytes()
-    if available is not None and _asked(n_bytes, unused) > available:
-        raise OSError(errno.ENOMEM, f"{available / 2**20:,.0f} MiB are available")
+    check_available(_asked(n_bytes, unused))
     os.ftruncate(fd, n_bytes)
     if hasattr(os, "posix_fallocate"):
         first = 0
@@ -204,8 +206,7 @@ class SharedArenas:
         """
         places, end = [], 0
         for tensor in tensors:
-            dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-            shape, stride = tuple(tensor.shape), tuple(dense.stride())
+            shape, stride = tuple(tensor.shape), dense_stride(tensor)
             places.append(TensorPlace(len(self.arenas), end, tensor.dtype, shape, stride))
             end = align(end + tensor.numel() * tensor.dtype.itemsize)
         self.arenas[len(self.arenas)] = Arena.create(end)

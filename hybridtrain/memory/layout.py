@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from hybridtrain.memory.arena import ALIGNMENT_BYTES
+from hybridtrain.memory.arena import ALIGNMENT_BYTES, dense_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Layout:
         slots = []
         for name, tensor in named:
             offset = sizes.get(tensor.dtype, 0)
-            shape, stride = tuple(tensor.shape), _dense_stride(tensor)
+            shape, stride = tuple(tensor.shape), dense_stride(tensor)
             slots.append(Slot(name, tensor.dtype, offset, tensor.numel(), shape, stride))
             step = ALIGNMENT_BYTES // tensor.element_size()
             sizes[tensor.dtype] = offset + -(-tensor.numel() // step) * step
@@ -86,19 +87,12 @@ class Layout:
                     yield dtype, slice(found[0].offset, found[-1].offset + found[-1].numel)
 
 
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's stride if it has no gaps (``channels_last``), else the contiguous one."""
-    dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-    return tuple(dense.stride())
-
-
 # ---- different parameters that share memory -----------------------------------------------------
 # Two names of one ``Parameter`` are tied and stay tied. Two ``Parameter`` objects over the same
 # bytes would get separate places in the shared buffers, and silently become independent.
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """The addresses from a tensor's first to its last byte."""
 
     device: str

@@ -9,11 +9,12 @@ out-of-memory killer ends a process instead. So :func:`available_bytes` is read 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")  # a container sees its own group here
@@ -25,6 +26,13 @@ def available_bytes() -> int | None:
     """Memory that this machine and this container can allocate now; ``None`` if unknown."""
     known = [n for n in (_of_machine(), _of_container()) if n is not None]
     return min(known, default=None)
+
+
+def check_available(n_bytes: int) -> None:
+    """Raises ``OSError`` if it is known that there is not so much memory."""
+    available = available_bytes()
+    if available is not None and n_bytes > available:
+        raise OSError(errno.ENOMEM, f"{available / 2**20:,.0f} MiB are available")
 
 
 def _of_machine() -> int | None:
@@ -83,8 +91,7 @@ def allow_descriptors(wanted: int) -> tuple[bool, int]:
     return True, soft
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """Total memory, and the major number of the compute capability; 0 where unknown."""
 
     n_bytes: int

@@ -10,7 +10,9 @@ Legend: n touched rows, s sparse dimensions.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -115,6 +117,10 @@ class Packed:
         """Touched rows, n."""
         return len(self.indices) // (_INDEX.itemsize * max(self.sparse_dim, 1))
 
+    def shape_in(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the values, (n, ...), for a parameter of the shape ``whole``."""
+        return (self.n_rows, *whole[self.sparse_dim :])
+
 
 def pack(
     number: int,
@@ -138,7 +144,7 @@ def pack(
         return Packed(number, 1, rows.tobytes())
     gradient = gradient.coalesce()
     values, indices = gradient.values(), gradient.indices().cpu()
-    _flat(place)[: values.numel()].copy_(values.reshape(-1), non_blocking=True)
+    flat_view(place)[: values.numel()].copy_(values.reshape(-1), non_blocking=True)
     return Packed(number, gradient.sparse_dim(), indices.contiguous().numpy().tobytes())
 
 
@@ -159,7 +165,7 @@ def _gather(gradient: torch.Tensor, place: torch.Tensor) -> Rows | None:
     if n_rows < n and np.logical_and(again[1:], again[:-1]).any():
         return None
     values = values.reshape(n, -1)
-    out = _flat(place)[: n_rows * values.shape[1]].view(n_rows, -1)
+    out = flat_view(place)[: n_rows * values.shape[1]].view(n_rows, -1)
     if n_rows == n:
         torch.index_select(values, 0, torch.from_numpy(order), out=out)
         return rows
@@ -197,16 +203,16 @@ def places_of_firsts(again: Flags) -> Rows:
 
 def unpack(packed: Packed, place: torch.Tensor) -> torch.Tensor:
     """The coalesced sparse gradient; its values are a view of ``place``."""
-    values = used(packed, place).view(packed.n_rows, *place.shape[packed.sparse_dim :])
+    values = used(packed, place)
     return torch.sparse_coo_tensor(
         indices_of(packed), values, place.shape, is_coalesced=True, check_invariants=False
     )
 
 
 def used(packed: Packed, place: torch.Tensor) -> torch.Tensor:
-    """The part of the place that holds the values, 1-D."""
-    shape = torch.Size((packed.n_rows, *place.shape[packed.sparse_dim :]))
-    return _flat(place)[: shape.numel()]
+    """The part of the place that holds the values, (n, ...)."""
+    shape = packed.shape_in(place.shape)
+    return flat_view(place)[: prod(shape)].view(shape)
 
 
 def indices_of(packed: Packed) -> torch.Tensor:
@@ -221,5 +227,6 @@ def rows_of(packed: Packed) -> Rows:
     return np.frombuffer(packed.indices, dtype=np.int64)
 
 
-def _flat(place: torch.Tensor) -> torch.Tensor:
-    return place.as_strided((place.numel(),), (1,))
+def flat_view(dense: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor without gaps, 1-D."""
+    return dense.as_strided((dense.numel(),), (1,))

@@ -161,7 +161,7 @@ class Store:
         self.maker, self.lending = maker, SharedArenas()
         self.held = n_workers  # the number of the row for held contributions
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
-        self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
+        self._regions: dict[tuple[str, int], tuple[int, int]] = {}  # kind, row -> first byte, end
         n_bytes = self._place_buffers()
         self._here = range(n_workers) if here is None else here
         self.arena = arena or Arena.create(n_bytes, self._unused())
@@ -194,11 +194,12 @@ class Store:
         rows["means"] = int(self.averaging)
         for kind, count in rows.items():
             for row in range(count):
-                self._regions[kind, row] = end
+                start = end
                 for dtype, size in self.layout.sizes.items():
                     self._starts[kind, dtype, row] = end
                     end = align(end + size * self._stored(kind, row, dtype).itemsize)
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
+                self._regions[kind, row] = start, end
         self._state = end
         self._words = end + 2 * align(self.layout.state_bytes)
         self._n_made = MadeSteps.n_words(self.n_workers) if self.maker.counts_steps else 0
@@ -270,19 +271,19 @@ class Store:
 
     def region_of_parameters(self, worker: int) -> tuple[int, int]:
         """The whole pages of the arena, in bytes, that hold the worker's parameters."""
-        return self._region(*self._row_of_parameters(worker))
+        return self._regions[self._row_of_parameters(worker)]
 
     def region_of_gradients(self, worker: int) -> tuple[int, int]:
         """The whole pages of the arena, in bytes, that hold the worker's row."""
-        return self._region("gradients", worker)
+        return self._regions["gradients", worker]
 
     def region_of_means(self) -> tuple[int, int]:
         """The whole pages of the arena, in bytes, that hold the mean, with ``averaging``."""
-        return self._region("means", 0)
+        return self._regions["means", 0]
 
     def region_of_masters(self) -> tuple[int, int]:
         """The whole pages of the arena, in bytes, that hold the masters."""
-        return self._region("masters", 0)
+        return self._regions["masters", 0]
 
     def stepped_masters(self, elements: int) -> tuple[int, int]:
         """The bytes of the arena that hold the first ``elements`` of the float32 masters."""
@@ -300,14 +301,14 @@ class Store:
 
         ``absent``, ``packed``, ``encoded``: see :class:`hybridtrain.protocol.messages.Row`.
         """
-        start, _ = self.region_of_gradients(worker)
-        used = {each.number: prod(self._used(each)) for each in packed}
+        (start, _), slots = self.region_of_gradients(worker), self.layout.slots
+        used = {each.number: prod(each.shape_in(slots[each.number].shape)) for each in packed}
         spans = [] if encoded is None else [(start, start + encoded)]
-        whole = range(len(self.layout.slots)) if encoded is None else sorted(used)
+        whole = range(len(slots)) if encoded is None else sorted(used)
         for number in whole:
             if number in absent:
                 continue
-            slot = self.layout.slots[number]
+            slot = slots[number]
             first = self._place("gradients", worker, slot)
             n_bytes = self._stored("gradients", worker, slot.dtype).itemsize
             n_bytes *= used.get(number, slot.numel)
@@ -324,19 +325,6 @@ class Store:
         first = self._starts["gradients", dtype, worker]
         size = self._stored("gradients", worker, dtype).itemsize
         return first + start * size, first + stop * size
-
-    def _used(self, packed: Packed) -> tuple[int, ...]:
-        """The shape of what lies at the place of a sparse gradient."""
-        shape = self.layout.slots[packed.number].shape
-        return packed.n_rows, *shape[packed.sparse_dim :]
-
-    def _region(self, kind: str, row: int) -> tuple[int, int]:
-        n_bytes = sum(
-            align(size * self._stored(kind, row, dtype).itemsize)
-            for dtype, size in self.layout.sizes.items()
-        )
-        start = self._regions[kind, row]
-        return start, start + -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def _row_of_parameters(self, worker: int) -> tuple[str, int]:
         return ("copies", worker) if self.private_parameters else ("masters", 0)

@@ -46,12 +46,14 @@ class BySpeed(TypedDict):
 Every = Positive | Several | Then | BySpeed
 
 
-class _Options(Checked):
+class ExchangeOptions(Checked):
+    """Those of an exchange; some have none."""
+
     prefix = "exchange."
 
 
 @dataclass(repr=False)
-class GradientOptions(_Options):
+class GradientOptions(ExchangeOptions):
     """How gradients are encoded.
 
     Args:
@@ -62,7 +64,7 @@ class GradientOptions(_Options):
 
 
 @dataclass(frozen=True)
-class InPlaceOptions(_Options):
+class InPlaceOptions(ExchangeOptions):
     """Where optimizer state lies.
 
     Args:
@@ -76,7 +78,7 @@ class InPlaceOptions(_Options):
 
 
 @dataclass(repr=False)
-class MovementOptions(_Options):
+class MovementOptions(ExchangeOptions):
     """How often, and how it is encoded.
 
     Args:
@@ -93,7 +95,7 @@ class MovementOptions(_Options):
 
 
 @dataclass(repr=False)
-class StreamingOptions(_Options):
+class StreamingOptions(ExchangeOptions):
     """How often, in how many parts, and how these are mixed.
 
     Args:
@@ -112,7 +114,7 @@ class StreamingOptions(_Options):
 
 
 @dataclass(repr=False)
-class AccumulatedOptions(_Options):
+class AccumulatedOptions(ExchangeOptions):
     """How often each way.
 
     Args:
@@ -129,7 +131,7 @@ class AccumulatedOptions(_Options):
 
 
 @dataclass
-class ElasticOptions(_Options):
+class ElasticOptions(ExchangeOptions):
     """How often, and how strong the force is.
 
     Args:
@@ -141,11 +143,6 @@ class ElasticOptions(_Options):
     every: Positive = 10
     alpha: Share | None = None
     beta: Share = 0.9
-
-
-@dataclass(repr=False)
-class SummedOptions(_Options):
-    """It has none."""
 
 
 # ---- what the workers of one host do together, between two exchanges with other hosts ----------
@@ -185,6 +182,6 @@ EXCHANGE_OPTIONS: dict[str, type] = {
     "streaming": StreamingOptions,
     "accumulated": AccumulatedOptions,
     "elastic": ElasticOptions,
-    "sign_sgd": _Options,
-    "summed": SummedOptions,
+    "sign_sgd": ExchangeOptions,
+    "summed": ExchangeOptions,
 }

@@ -15,7 +15,6 @@ from hybridtrain.errors import UserError
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
 from hybridtrain.policies import POLICIES
 from hybridtrain.util.option_types import (
-    Above0,
     Named,
     Natural,
     NotNegative,
@@ -61,7 +60,7 @@ class SchemeArguments(TypedDict, total=False):
     on_failure: Literal["stop", "continue", "restart"]
     min_workers: Workers
     max_restarts: Natural | None
-    hang_timeout_s: Above0 | Literal["auto"] | None
+    hang_timeout_s: Annotated[float, Range(0.1)] | Literal["auto"] | None
     record: str | Path | None
 
 

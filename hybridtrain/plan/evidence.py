@@ -27,7 +27,7 @@ from hybridtrain.recording.record_file import DROPPED, Record
 from hybridtrain.recording.record_reader import find_record, read_record
 from hybridtrain.report.history import HISTORY_FILE
 from hybridtrain.report.runs import SUMMARY_FILE, Run, read_run
-from hybridtrain.util.option_types import EACH, Count, Range, hint, misfit
+from hybridtrain.util.option_types import EACH, Count, Range, hint, misfit, name_of
 
 _Seconds = Annotated[float, Range(0, 1e9)]
 _Amount = Annotated[float, Range(0, 2**62)]
@@ -63,12 +63,7 @@ class Target:
         return f"{self.metric}:{self.value:g}"
 
 
-@dataclass(frozen=True)
-class Reached:
-    """Samples until the target: it was reached between two validations."""
-
-    low: float
-    high: float
+Reached = tuple[float, float]  # samples until the target, at least and at most
 
 
 @dataclass(frozen=True)
@@ -97,14 +92,9 @@ class Evidence:
     run: Run
 
     @cached_property
-    def usual_s(self) -> list[float]:
-        """Each worker's usual time of a mini-batch."""
-        return [median(self.times[worker]) for worker in range(self.seen.n_workers)]
-
-    @cached_property
     def slow(self) -> dict[int, float]:
         """Slow workers, and how many times slower than the median of the others."""
-        own = self.usual_s
+        own = [median(self.times[worker]) for worker in range(self.seen.n_workers)]
         factors = {w: x / median(own[:w] + own[w + 1 :] or [x]) for w, x in enumerate(own)}
         return {worker: factor for worker, factor in factors.items() if factor >= SLOW}
 
@@ -120,12 +110,12 @@ class Evidence:
         return dict(enumerate(kept))
 
     def reached(self, target: Target) -> Reached | None:
-        """When the run reached the target; ``None``: it never did."""
+        """Between which two validations the run reached the target; ``None``: it never did."""
         samples, values = self.run.curve.points("samples", target.metric)
         falls = self._falls(target.metric, values)
         for number, value in enumerate(values):
             if value <= target.value if falls else value >= target.value:
-                return Reached(samples[number - 1] if number else 0.0, samples[number])
+                return samples[number - 1] if number else 0.0, samples[number]
         return None
 
     def _falls(self, metric: str, values: Sequence[float]) -> bool:
@@ -156,7 +146,9 @@ def evidence(folder: Path) -> Evidence:
         )
     run = read_run(folder)
     _check_figures(folder, seen, run)
-    about = record.header["about"].get("config", {})
+    data = {k: v for k, v in record.told.items() if k.startswith("data ")}
+    if model := record.header["about"].get("config", {}).get("model"):
+        data["model"] = model.get("_target_")
     strategy = dict(seen.strategy)
     gathers, staleness = _lag(run, strategy, seen)
     samples, cpu_s = run.figure("samples") or 0, run.figure("cpu_s") or 0.0
@@ -167,8 +159,8 @@ def evidence(folder: Path) -> Evidence:
         seen=seen,
         times={worker: [x / steps for x in own] for worker, own in times.items()},
         steps=steps,
-        data={k: v for k, v in record.told.items() if k.startswith("data ")} | _model(about),
-        strategy=str(run.summary.get("strategy") or _name(strategy)),
+        data=data,
+        strategy=str(run.summary.get("strategy") or name_of(strategy.get("policy") or "hybrid")),
         gathers=gathers,
         lag=gathers * (1 + staleness),
         threads=int(record.header["threads"]),
@@ -190,17 +182,8 @@ def _check_figures(folder: Path, seen: Observed, run: Run) -> None:
         raise UserError(f"run={folder}: {wrong}; correct the file, or give another run")
 
 
-def _model(about: Mapping[str, Any]) -> dict[str, Any]:
-    return {"model": about["model"].get("_target_")} if about.get("model") else {}
-
-
 def _policy(strategy: Mapping[str, Any]) -> Policy:
     return make_policy(strategy.get("policy") or "hybrid")
-
-
-def _name(strategy: Mapping[str, Any]) -> str:
-    policy = strategy.get("policy") or "hybrid"
-    return str(policy if isinstance(policy, str) else policy.get("name"))
 
 
 def _lag(run: Run, strategy: Mapping[str, Any], seen: Observed) -> tuple[float, float]:

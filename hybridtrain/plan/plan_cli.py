@@ -59,8 +59,8 @@ from hybridtrain.report.page import Part, write
 from hybridtrain.report.runs import as_json
 from hybridtrain.simulate import simulate_options as simulated
 from hybridtrain.training.scheme import usable_cores
-from hybridtrain.util.arguments import command, options, value_of
-from hybridtrain.util.option_types import Natural, Positive, Range, check, is_number
+from hybridtrain.util.arguments import command, options, read_value, value_of
+from hybridtrain.util.option_types import Natural, Positive, Range, is_number
 from hybridtrain.worlds.virtual.network import Network
 
 NETWORK = ("network.latency_s", *simulated.BANDWIDTHS)
@@ -125,7 +125,7 @@ def parse(arguments: Sequence[str]) -> tuple[Given, Plan]:
         UserError: naming the option, its valid values, and the closest one; or what a run lacks.
     """
     said = options(arguments, list(OPTIONS))
-    given = {name: _read(name, text, OPTIONS[name]) for name, text in said.items()}
+    given = {name: read_value(name, text, OPTIONS[name]) for name, text in said.items()}
     if "run" not in given:
         raise UserError("no run was given; say run=DIR, the directory of a run")
     texts = given["hosts"].split(",") if "hosts" in given else None
@@ -139,12 +139,6 @@ def parse(arguments: Sequence[str]) -> tuple[Given, Plan]:
     if layouts is None:
         layouts = [layout(f"1x{runs[0].seen.n_workers}", given)]
     return given, Plan(runs, strategies, layouts, target, usable_cores())
-
-
-def _read(name: str, text: str, kind: Any) -> Any:
-    value = text if kind is str else value_of(text)
-    check(name, value, kind, plain=True)
-    return value
 
 
 def target_of(text: str) -> Target:
@@ -172,11 +166,11 @@ def layout(text: str, given: Given) -> Layout:
     slower: dict[int, float] = {}
     for name, value in said.items():
         family, _, member = name.partition(".")
-        number = _read(name, value, OF_HOSTS["slower" if family == "slower" else name])
+        number = read_value(name, value, OF_HOSTS["slower" if family == "slower" else name])
         if family != "slower":
             own[name] = number
             continue
-        worker = _read("slower.W", member, Natural) if member else hosts * each - 1
+        worker = read_value("slower.W", member, Natural) if member else hosts * each - 1
         if worker >= hosts * each:
             raise UserError(
                 f"hosts={text}: worker {worker} was named, but {hosts * each} workers have the "

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
 
@@ -212,32 +212,6 @@ def own_spec(run: Evidence) -> StrategySpec | None:
 # ---- speed --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Contention:
-    """How workers of a host with so many ``cores`` hold each other up.
-
-    ``uncontended``: the part of the recorded times that is left without that; ``part``: the
-    processor's share of it; ``asked``: cores of a worker, on average; ``memory``: factor on all
-    times.
-    """
-
-    workers: int
-    hosts: int
-    threads: int
-    cores: int
-    part: float
-    asked: float
-    uncontended: float = 1.0
-    memory: float = 1.0
-
-    def longer(self, together: int) -> float:
-        """Times as long as recorded, where so many workers of all hosts begin together."""
-        here = min(self.workers, -(-together // self.hosts))
-        busy = here * self.threads + (self.workers - here) * self.asked
-        part = 1 + self.part * (max(1.0, busy / self.cores) - 1)
-        return self.uncontended * self.memory * part
-
-
 def _run(
     plan: Plan, source: Evidence, spec: StrategySpec, layout: Layout, between_s: float = 0.0
 ) -> tuple[float, TimingRun]:
@@ -249,7 +223,7 @@ def _run(
     contributions = _contributions(plan, spec, n, steps)
     times, needs = _times(source, layout), policy.begin(n)
     same = _as_recorded(source, layout) and spec.label == source.strategy
-    contention = None if same else _contention(plan, source, layout, needs.whole_rounds)
+    longer = None if same else _contention(plan, source, layout, needs.whole_rounds)
     own = exchange.parameters == "own" and source.steps == 1  # else it is in the times
     own_step_s = seen.update_s if own else 0.0
     added_s = between_s, own_step_s
@@ -258,7 +232,7 @@ def _run(
     network = replace(layout.network, hosts=layout.hosts, size_bytes=seen.size_bytes)
     timing = TimingRun(
         *(policy, exchange, draws, network, _update_s(source, needs.gathers), epoch),
-        longer=None if contention is None else contention.longer,
+        longer=longer,
         row_bytes=_row_bytes(spec, exchange, seen.size_bytes),
     )
     if timing.requirements.watches_loss or timing.requirements.evaluates:
@@ -335,30 +309,31 @@ def _factors(source: Evidence, layout: Layout) -> Mapping[int, float]:
     return {worker: factor for worker, factor in layout.slower.items() if factor >= SLOW}
 
 
-def _contention(plan: Plan, source: Evidence, layout: Layout, whole_rounds: bool) -> Contention:
-    """On the hosts of the layout."""
+def _contention(
+    plan: Plan, source: Evidence, layout: Layout, whole_rounds: bool
+) -> Callable[[int], float]:
+    """Times as long as recorded, where so many workers of all hosts begin together."""
     usual_s, threads, n_before = source.ordinary_s, source.threads, source.seen.n_workers
     recorded = source.cores or plan.own_cores
     # If the run does not say: always busy, as far as it had cores.
     cpu_s = source.cpu_s or usual_s * min(threads, recorded / n_before)
     cpu_s = min(cpu_s, usual_s * threads)
-    part_s, own_s = cpu_s / threads, usual_s
+    part_s, own_s = cpu_s / threads, usual_s  # of the processor; of what no other worker held up
     if n_before * threads > recorded:
         if n_before * cpu_s / usual_s > FULL * recorded:
             own_s = part_s  # all else was waiting for a core
         elif source.gathers > 0.9 * n_before:  # in lock-step
             own_s = max(part_s, usual_s - part_s * (n_before * threads / recorded - 1))
-    memory = [_memory_factor(source, n, whole_rounds) for n in (layout.each, n_before)]
-    return Contention(
-        workers=layout.each,
-        hosts=layout.hosts,
-        threads=threads,
-        cores=layout.cores or recorded,
-        part=part_s / own_s,
-        asked=cpu_s / own_s,
-        uncontended=own_s / usual_s,
-        memory=memory[0] / memory[1],
-    )
+    now, then = (_memory_factor(source, n, whole_rounds) for n in (layout.each, n_before))
+    cores, asked = layout.cores or recorded, cpu_s / own_s  # of a worker, on average
+
+    def longer(together: int) -> float:
+        here = min(layout.each, -(-together // layout.hosts))
+        busy = here * threads + (layout.each - here) * asked
+        part = 1 + part_s / own_s * (max(1.0, busy / cores) - 1)
+        return own_s / usual_s * (now / then) * part
+
+    return longer
 
 
 def _memory_factor(source: Evidence, workers: int, whole_rounds: bool) -> float:
@@ -455,38 +430,37 @@ def samples_to(
     runs: Sequence[Evidence], target: Target, strategy: str, lag: float
 ) -> tuple[tuple[float, float] | None, str]:
     """Least and most samples to the target, and how far to trust them; ``None``: not known."""
-    found = [(each, each.reached(target)) for each in runs]
-    known = [(each, reached) for each, reached in found if reached is not None]
-    name = strategy.partition(":")[0]
-    own = [(each, reached) for each, reached in known if each.strategy == name]
-    alike = [reached for each, reached in own if max(each.lag / lag, lag / each.lag) <= ALIKE]
-    if alike:
-        return (min(x.low for x in alike), max(x.high for x in alike)), "measured"
-    for group in (own, known):
-        if (fitted := _fitted([(each.lag, reached) for each, reached in group], lag)) is not None:
+    known = [(run, at) for run in runs if (at := run.reached(target)) is not None]
+    own = [(run.lag, at) for run, at in known if run.strategy == strategy.partition(":")[0]]
+    every = [(run.lag, at) for run, at in known]
+    if alike := [at for other, at in own if max(other / lag, lag / other) <= ALIKE]:
+        return _around(alike), "measured"
+    for group in (own, every):
+        if (fitted := _fitted(group, lag)) is not None:
             return fitted, "fitted"
-    ranges = [_range(each.lag, reached, lag) for each, reached in own or known]
-    low, high = min((x for x, _ in ranges), default=0.0), max((x for _, x in ranges), default=0.0)
+    ranges = [_range(other, at, lag) for other, at in own or every]
+    low, high = _around(ranges) if ranges else (0.0, 0.0)
     return ((low, high), "range") if low > 0 and high <= WIDE * low else (None, "")
+
+
+def _around(ranges: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """From the least of them to the most."""
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def _range(lag: float, reached: Reached, other: float) -> tuple[float, float]:
     """With either constant zero."""
     factors = sorted((1.0, other / lag))
-    return reached.low * factors[0], reached.high * factors[1]
+    return reached[0] * factors[0], reached[1] * factors[1]
 
 
 def _fitted(known: Sequence[tuple[float, Reached]], lag: float) -> tuple[float, float] | None:
     """From runs of two lags; ``None``: there are none, or the law does not describe them."""
     found = list[float]()
     for (lag_a, a), (lag_b, b) in combinations(known, 2):
-        if max(lag_a / lag_b, lag_b / lag_a) < ALIKE:
-            continue
-        for n_a in (a.low, a.high):
-            for n_b in (b.low, b.high):
+        if max(lag_a / lag_b, lag_b / lag_a) >= ALIKE:
+            for n_a, n_b in product(a, b):
                 c1 = (n_b - n_a) / (lag_b - lag_a)
                 if c1 >= 0 and n_a - c1 * lag_a >= 0:
                     found.append(n_a + c1 * (lag - lag_a))
-    if not found:
-        return None
-    return min(found), max(found)
+    return (min(found), max(found)) if found else None

@@ -50,8 +50,6 @@ class Policy(Protocol):
         Raises:
             UserError: if the policy makes no sense for so many.
         """
-        ...
 
     def on(self, fact: Fact) -> Sequence[Order]:
         """The orders that follow from one fact."""
-        ...

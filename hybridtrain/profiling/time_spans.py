@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -123,7 +124,7 @@ class Track:
     note: int = 0  # stored with each span of the timeline
     every: int = 1  # the timeline keeps one step in this many
     kinds: list[tuple[str, Phase]] = field(default_factory=list)
-    sums: dict[tuple[str, Phase], Sum] = field(default_factory=dict)
+    sums: dict[tuple[str, Phase], Sum] = field(default_factory=lambda: defaultdict(Sum))
     first_ns: int = 0
     last_ns: int = 0
     n_steps: int = 0
@@ -170,9 +171,7 @@ class Track:
             self.keep(one.kind, one.begin_ns, now)
 
     def _count(self, key: tuple[str, Phase], own_ns: int, length_ns: int) -> None:
-        total = self.sums.get(key)
-        if total is None:
-            total = self.sums[key] = Sum()
+        total = self.sums[key]
         total.own_ns += own_ns
         total.n += 1
         if length_ns > total.longest_ns:
@@ -273,7 +272,7 @@ class Track:
         """The track from its plain data."""
         track = cls(data["name"], every=data["every"])
         track.kinds = [(name, Phase(phase)) for name, phase in data["kinds"]]
-        track.sums = {(n, Phase(p)): Sum(own, top, k) for n, p, own, top, k in data["sums"]}
+        track.sums |= {(n, Phase(p)): Sum(own, top, k) for n, p, own, top, k in data["sums"]}
         track.made_ns, track.first_ns, track.last_ns, track.n_steps = data["span"]
         for column, values in zip(track.columns, data["rows"], strict=True):
             column.extend(values)

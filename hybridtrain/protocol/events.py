@@ -83,11 +83,9 @@ class Arrivals(Protocol):
         Raises:
             NotArrived: if one will not come, or after ``give_up``.
         """
-        ...
 
     def give_up(self) -> None:
         """End all waiting."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

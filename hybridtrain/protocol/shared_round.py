@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from hybridtrain.protocol.kernel_lock import Frees, KernelLock
 
@@ -45,8 +45,7 @@ class ArrivalResult(Enum):
     CALLED_OFF = auto()  # it must send its push to the server
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """``weight`` and ``samples`` as in :class:`hybridtrain.protocol.messages.Push`; ``token``: a
     hash of the hyper-parameters; if it differs between workers, the round is called off.
     """
@@ -56,8 +55,7 @@ class Arrival:
     token: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MadeRounds:
+class MadeRounds(NamedTuple):
     """Rounds that the workers completed without the server; samples and seconds by worker.
 
     ``n``: their number; ``at_s``: the time of the last; ``awaited_s``: how long others waited for

@@ -23,7 +23,7 @@ from hybridtrain.protocol.messages import (
     Resumed,
 )
 from hybridtrain.recording.record_file import DROPPED, UPDATED, WAITED, Record, RecordEvent
-from hybridtrain.server.timeline import Doing, Timeline
+from hybridtrain.server.timeline import Doing, Timeline, TrainingTime
 
 _PUSH, _PAUSED, _RESUMED = Push.__name__, Paused.__name__, Resumed.__name__
 _FRESH = (_PUSH, Begin.__name__, Pull.__name__)  # computing is counted anew after their answer
@@ -79,17 +79,15 @@ class _Reading:
         self._workers = [_Worker() for _ in range(record.n_workers)]
         # The workers that have come: number, begin, end and length of their computing.
         self._round: list[tuple[int, float, float, float]] = []
-        self._paused_s = 0.0
-        self._paused_at_s: float | None = None
+        self._time = TrainingTime(self.begin_s)
 
     def take(self, event: RecordEvent, own_s: float) -> None:
         """Add what the next event shows."""
-        now_s, kind = self._training_s(event.at_s), event.kind
-        if kind == _PAUSED and self._paused_at_s is None:
-            self._paused_at_s = event.at_s
-        elif kind == _RESUMED and self._paused_at_s is not None:
-            self._paused_s += event.at_s - self._paused_at_s
-            self._paused_at_s = None
+        now_s, kind = self._time.of(event.at_s), event.kind
+        if kind == _PAUSED:
+            self._time.pause(event.at_s)
+        elif kind == _RESUMED:
+            self._time.resume(event.at_s)
         elif kind == UPDATED:
             self.timeline.updated(now_s)
         elif kind == WAITED:
@@ -100,10 +98,6 @@ class _Reading:
             self._made(event.worker, own_s, now_s)
         elif kind in _ENDS:
             self._ended(event.worker, kind, own_s, now_s)
-
-    def _training_s(self, at_s: float) -> float:
-        now_s = at_s if self._paused_at_s is None else self._paused_at_s
-        return now_s - self._paused_s - self.begin_s
 
     def _ended(self, number: int, kind: str, own_s: float, now_s: float) -> None:
         """The worker has waited, computed, and perhaps waited again until now."""

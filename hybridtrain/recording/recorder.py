@@ -60,6 +60,7 @@ from hybridtrain.recording.record_file import (
 from hybridtrain.server.rounds import Replies, samples_of
 from hybridtrain.server.server import Server
 from hybridtrain.server.shared_parameters import step_log_of
+from hybridtrain.server.timeline import TrainingTime
 
 FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *NOTES))
@@ -142,7 +143,8 @@ class RecordingServer(Server):
         self._answered(replies)
         untold = message is None and self.workers_updates.one_by_one  # by a worker that is gone
         if self._log is None or not (untold or isinstance(message, MadeStep)):  # these are recorded
-            self._updated(self.statistics.version - before)
+            for _ in range(self.statistics.version - before):
+                self._writer.event(UPDATED, NOBODY, 0, self._stamp.at_s, 0.0, 0.0)
         if self._log is not None:
             self._log.skip(self.version)
         if self.store is not None and replies:
@@ -234,12 +236,8 @@ class RecordingServer(Server):
             if isinstance(reply, Released) and not reply.counted:
                 self._writer.event(DROPPED, worker, 0, self._stamp.at_s, 0.0, 0.0)
 
-    def _updated(self, times: int) -> None:
-        for _ in range(times):
-            self._writer.event(UPDATED, NOBODY, 0, self._stamp.at_s, 0.0, 0.0)
 
-
-class OwnTime:
+class OwnTime(TrainingTime):
     """Each worker's computing time since its release, without validation.
 
     Args:
@@ -247,30 +245,15 @@ class OwnTime:
     """
 
     def __init__(self, n_workers: int) -> None:
+        super().__init__()
         self._since_s: list[float | None] = [None] * n_workers  # time of the last answer
         self._own_s = [0.0] * n_workers
-        self._paused_s = 0.0  # total
-        self._paused_at_s: float | None = None
-
-    def _training_s(self, now_s: float) -> float:
-        return (now_s if self._paused_at_s is None else self._paused_at_s) - self._paused_s
-
-    def pause(self, now_s: float) -> None:
-        """Training pauses (validation)."""
-        if self._paused_at_s is None:
-            self._paused_at_s = now_s
-
-    def resume(self, now_s: float) -> None:
-        """Training resumes."""
-        if self._paused_at_s is not None:
-            self._paused_s += now_s - self._paused_at_s
-            self._paused_at_s = None
 
     def stops(self, worker: int, now_s: float) -> float:
         """The worker sends a request; its computing time since its release."""
         since_s = self._since_s[worker]
         if since_s is not None:
-            self._own_s[worker] += max(0.0, self._training_s(now_s) - since_s)
+            self._own_s[worker] += max(0.0, self.of(now_s) - since_s)
             self._since_s[worker] = None
         return self._own_s[worker]
 
@@ -278,7 +261,7 @@ class OwnTime:
         """The worker has been answered; ``fresh``: released for a new mini-batch."""
         if fresh:
             self._own_s[worker] = 0.0
-        self._since_s[worker] = self._training_s(now_s)
+        self._since_s[worker] = self.of(now_s)
 
 
 def ending(server: Server) -> dict[str, object]:

@@ -168,10 +168,9 @@ def _installed() -> tuple[str, ...]:
 
 @cache
 def _hash_of_package() -> str:
-    root = _PACKAGE
     found = hashlib.blake2b()
-    for path in sorted(root.rglob("*.py")):
-        found.update(str(path.relative_to(root)).encode())
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        found.update(str(path.relative_to(_PACKAGE)).encode())
         found.update(path.read_bytes())
     return found.hexdigest()[:_DIGITS]
 

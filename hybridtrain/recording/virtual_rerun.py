@@ -81,14 +81,13 @@ class Rehearsal:
             return
         at_s, worker, _, said = heapq.heappop(self._arriving)
         self._stamp.stand(at_s)
-        match said:
-            case Ended(error):
-                self._end(worker, error)
-            case _:
-                assert not isinstance(said, MadePush), "here the server makes all updates"
-                self._on(Received(worker, said))
-                if isinstance(said, NOTES):  # it waits for no answer
-                    self._go_on(worker)
+        if isinstance(said, Ended):
+            self._end(worker, said.error)
+            return
+        assert not isinstance(said, MadePush), "here the server makes all updates"
+        self._on(Received(worker, said))
+        if isinstance(said, NOTES):  # it waits for no answer
+            self._go_on(worker)
 
     def _end(self, worker: int, error: BaseException | None) -> None:
         if self._server.failure is not None:

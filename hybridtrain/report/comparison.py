@@ -151,10 +151,8 @@ def looks_of(runs: Sequence[Run], names: Sequence[str]) -> list[Shown]:
         if (key := _grouping(runs)) is not None:
             values = [_value(run, key) for run in runs]
             number = {value: i for i, value in enumerate(dict.fromkeys(values))}
-            looks, groups = (
-                [style(number[v]) for v in values],
-                [brief(f"{key}={v}") for v in values],
-            )
+            looks = [style(number[v]) for v in values]
+            groups = [brief(f"{key}={v}") for v in values]
         else:
             groups = groups[: len(COLOURS)] + ["the others"] * (len(runs) - len(COLOURS))
     return [Shown(*x) for x in zip(runs, names, looks, groups, strict=True)]

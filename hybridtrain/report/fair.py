@@ -150,8 +150,10 @@ def rows_of(runs: Mapping[str, Sequence[Training]]) -> list[dict[str, Any]]:
             mine = [getattr(x, what) for x in runs[row["strategy"]]]
             alone = not mine or row is first or first[what]["median"] is None
             ratio = None if alone else times_as_much(mine, theirs)
-            known = ratio is not None and len(mine) >= LEAST_SEEDS
-            row |= {f"{what}_times": ratio, f"{what}_differ": _over_1(ratio) if known else None}
+            differ = None
+            if ratio is not None and len(mine) >= LEAST_SEEDS:
+                differ = ratio["low"] is None or ratio["low"] > 1
+            row |= {f"{what}_times": ratio, f"{what}_differ": differ}
     return rows
 
 
@@ -166,11 +168,6 @@ def _row(name: str, runs: Sequence[Training]) -> dict[str, Any]:
 
 def _order(found: Spread) -> float:
     return math.inf if found["median"] is None else found["median"]
-
-
-def _over_1(ratio: Spread | None) -> bool:
-    low = ratio["low"] if ratio else 1.0
-    return low is None or low > 1
 
 
 # ---- in words -----------------------------------------------------------------------------------

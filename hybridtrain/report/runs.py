@@ -11,7 +11,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -162,10 +162,13 @@ def read_run(folder: Path) -> Run:
     if curve.bad:
         broken.append(f"{HISTORY_FILE} ({curve.bad} rows)")
     status = ended.get("exit", summary.get("exit"))
+    overrides, config = (_yaml(folder / x, broken) for x in (OVERRIDES_FILE, CONFIG_FILE))
+    flat = dict(_flat(config)) if isinstance(config, dict) else {}
+    flat.pop("run_dir", None)  # every run has another one
     return Run(
         folder=folder,
-        overrides=_overrides(folder / OVERRIDES_FILE, broken),
-        config=_config(folder / CONFIG_FILE, broken),
+        overrides=tuple(map(str, overrides)) if isinstance(overrides, list) else (),
+        config=flat,
         summary=summary,
         curve=curve,
         exit=status if isinstance(status, int) else None,
@@ -219,18 +222,6 @@ def read_yaml(path: Path) -> Any:
         ) from error
 
 
-def _overrides(path: Path, broken: list[str]) -> tuple[str, ...]:
-    content = _yaml(path, broken)
-    return tuple(map(str, content)) if isinstance(content, list) else ()
-
-
-def _config(path: Path, broken: list[str]) -> dict[str, Any]:
-    content = _yaml(path, broken)
-    flat = dict(_flat(content)) if isinstance(content, dict) else {}
-    flat.pop("run_dir", None)  # every run has another one
-    return flat
-
-
 def _flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         if isinstance(value, dict | DictConfig) and value:
@@ -241,15 +232,17 @@ def _flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def as_json(value: Any) -> str:
     """JSON text, with null for numbers that are not finite."""
-    return json.dumps(_finite(value), indent=2) + "\n"
+    finite = with_floats(value, lambda x: x if math.isfinite(x) else None)
+    return json.dumps(finite, indent=2) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def with_floats(value: Any, change: Callable[[float], Any]) -> Any:
+    """A copy of plain values in which each float is what ``change`` makes of it."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: with_floats(v, change) for k, v in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [with_floats(v, change) for v in value]
+    return change(value) if isinstance(value, float) else value
 
 
 MARK = "\ufeff"  # Excel needs it to recognise UTF-8

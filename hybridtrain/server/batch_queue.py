@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter, itemgetter
@@ -392,9 +392,12 @@ class BatchQueue:
 
     def settle(self, worker: int, covers: tuple[DrawnBatch, ...]) -> None:
         """An update covers these mini-batches of the worker."""
-        for cover in covers:
-            if cover.lap in self._passes:
-                self._passes[cover.lap].settle(worker, cover.spans)
+        for one, spans in self._known(covers):
+            one.settle(worker, spans)
+
+    def _known(self, covers: Iterable[DrawnBatch]) -> list[tuple[_Pass, Spans]]:
+        """The passes of mini-batches, less those that are over, and the positions."""
+        return [(self._passes[lap], spans) for lap, spans in covers if lap in self._passes]
 
     def claim(self, worker: int, batch: DrawnBatch) -> tuple[bool, list[int]]:
         """Whether the mini-batch counts for this worker, and which others process it in vain."""
@@ -406,11 +409,9 @@ class BatchQueue:
 
         They are not done again if the worker is lost, but a checkpoint begins the pass anew.
         """
-        for cover in covers:
-            if cover.lap in self._passes:
-                one = self._passes[cover.lap]
-                one.settle(worker, cover.spans)
-                one.claimed.setdefault(NOBODY, []).append(cover.spans)
+        for one, spans in self._known(covers):
+            one.settle(worker, spans)
+            one.claimed.setdefault(NOBODY, []).append(spans)
         return NOBODY
 
     def count_by(self, covered: Callable[[int], int] | None) -> None:
@@ -446,8 +447,7 @@ class BatchQueue:
 
     def is_last_chance(self, covers: tuple[DrawnBatch, ...]) -> bool:
         """Whether no worker would draw these mini-batches if they were returned."""
-        passes = [self._passes[cover.lap] for cover in covers if cover.lap in self._passes]
-        return any(self.members <= one.ended for one in passes)
+        return any(self.members <= one.ended for one, _ in self._known(covers))
 
     def is_whole(self, covers: Sequence[DrawnBatch]) -> bool:
         """Whether with these mini-batches nothing is left of their passes that could be drawn.
@@ -464,10 +464,8 @@ class BatchQueue:
 
     def give_back(self, worker: int, covers: tuple[DrawnBatch, ...]) -> None:
         """Return these mini-batches to the queue, for any worker."""
-        for cover in covers:
-            if cover.lap in self._passes:
-                one = self._passes[cover.lap]
-                one.left = merged([*one.left, *cover.spans])
+        for one, spans in self._known(covers):
+            one.left = merged([*one.left, *spans])
         self.settle(worker, covers)  # dropped work counts for the worker's speed
 
     def lost(self, worker: int) -> float:

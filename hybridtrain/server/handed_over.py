@@ -78,6 +78,6 @@ def _place_bytes(store: Store, number: int) -> int:
 def _unused_bytes(store: Store, packed: Packed) -> int:
     """The unused bytes of a sparse gradient's place, less its indices, sent in the message."""
     slot = store.layout.slots[packed.number]
-    used = packed.n_rows * prod(slot.shape[packed.sparse_dim :])
     item = store.layout.travels_as(slot.dtype).itemsize
-    return _place_bytes(store, packed.number) - used * item - len(packed.indices)
+    used = prod(packed.shape_in(slot.shape)) * item
+    return _place_bytes(store, packed.number) - used - len(packed.indices)

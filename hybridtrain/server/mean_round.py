@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -31,8 +31,7 @@ from hybridtrain.updates.thread_pool import Pool
 _CHUNK = 256 * 1024  # elements: one thread is enough for less
 
 
-@dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(NamedTuple):
     """The reply to a worker whose gradient was one of ``weight`` samples.
 
     ``number``: of the worker's means since its last push, from 1.

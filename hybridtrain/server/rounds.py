@@ -107,7 +107,7 @@ class Rounds:
 
     def begin(self, version: int, last: int | None) -> None:
         """Training begins at ``version``. ``last``: after this one no update is made."""
-        self.tell(Began(version))
+        self._obey(Began(version))
         self._last = last
 
     def breaks(self) -> None:
@@ -138,10 +138,6 @@ class Rounds:
         """Waiting workers, by the thing that they wait for."""
         averages = ("the mean of all gradients", self._averaging.waiting)
         return [("their release", self.pushed), ("their turn", self._ready), averages]
-
-    def tell(self, fact: Fact) -> None:
-        """Pass a fact to the policy from which no replies follow."""
-        self._obey(fact)
 
     @property
     def _over(self) -> bool:
@@ -406,9 +402,8 @@ class Rounds:
         push = self.pushed[worker]
         self.take(worker, push.writes)
         if self.optimizers.hold(worker, push):
-            holder = (
-                self._queue.keep(worker, push.covers) if self.requirements.evaluates else worker
-            )
+            evaluates = self.requirements.evaluates
+            holder = self._queue.keep(worker, push.covers) if evaluates else worker
             self._held.append((holder, self._statistics.age(worker), push.covers))
         else:
             self._queue.settle(worker, push.covers)
@@ -452,8 +447,6 @@ def _by_optimizer(
 ) -> dict[int, Mapping[int, Push]]:
     """The pushes of each optimizer, also of those with held contributions only."""
     numbers = {*holding, *(push.optimizer for push in pushes.values())}
-    if len(numbers) == 1:
-        return {numbers.pop(): pushes}
     return {
         number: {w: push for w, push in pushes.items() if push.optimizer == number}
         for number in sorted(numbers)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridtrain.policies.bounded_staleness import StepCounts
 from hybridtrain.protocol.shared_round import MadeRounds
-from hybridtrain.server.timeline import Timeline
+from hybridtrain.server.timeline import Timeline, TrainingTime
 
 # Figures of each host of a run over several, which have equally many workers.
 Traffic = Callable[[], Sequence[Mapping[str, float]]]
@@ -59,8 +59,7 @@ class RunStatistics:
     ages: Counter[int] = field(default_factory=Counter)  # staleness -> contributions
     clocks: StepCounts = field(default_factory=StepCounts)  # pushes of training workers
     _accounts: list[_Worker] = field(default_factory=list)
-    _started_at_s: float = 0.0
-    _paused_at_s: float | None = None
+    _time: TrainingTime = field(default_factory=TrainingTime)
     _training_s: float = 0.0  # until the last update
     _last: int = 0  # the last worker that pushed: a worker released then has waited for it
 
@@ -69,13 +68,12 @@ class RunStatistics:
 
     def _now_s(self) -> float:
         """Training time since the start."""
-        now_s = self.clock() if self._paused_at_s is None else self._paused_at_s
-        return now_s - self._started_at_s
+        return self._time.of(self.clock())
 
     def start(self, version: int = 0) -> None:
         """Training begins, or resumes after ``version`` updates: all workers compute from now."""
         self.version = self.first_version = version
-        self._started_at_s, self._paused_at_s = self.clock(), None
+        self._time = TrainingTime(self.clock())
         for account in self._accounts:
             account.released_at_s = 0.0
 
@@ -86,14 +84,11 @@ class RunStatistics:
 
     def pause(self) -> None:
         """A validation begins: training time stops until ``resume``."""
-        if self._paused_at_s is None:
-            self._paused_at_s = self.clock()
+        self._time.pause(self.clock())
 
     def resume(self) -> None:
         """Training resumes."""
-        if self._paused_at_s is not None:
-            self._started_at_s += self.clock() - self._paused_at_s
-            self._paused_at_s = None
+        self._time.resume(self.clock())
 
     def pushed(
         self, worker: int, weight: float, fault: str = "", waits: bool = True, waited_s: float = 0.0
@@ -114,9 +109,7 @@ class RunStatistics:
             account.faults[fault] += 1
         self.samples += weight
         self.clocks.tick(worker)
-        lead = self.clocks.lead(worker)
-        if lead > account.lead:
-            account.lead = lead
+        account.lead = max(account.lead, self.clocks.lead(worker))
 
     def _count_computing(self, worker: int, account: _Worker, now: float, pushed: bool) -> None:
         if (begin_s := account.released_at_s) is not None:
@@ -162,7 +155,7 @@ class RunStatistics:
 
     def made_together(self, made: MadeRounds) -> None:
         """Count rounds that the workers completed without the server."""
-        now = made.at_s - self._started_at_s
+        now = made.at_s - self._time.began_s
         shares = zip(self._accounts, made.samples, made.waited_s, made.awaited_s, strict=True)
         for worker, (account, samples, waited_s, awaited_s) in enumerate(shares):
             if account.released_at_s is not None:

@@ -61,6 +61,7 @@ from hybridtrain.protocol.messages import (
     ReadStats,
     Refused,
     Released,
+    Reply,
     Request,
     Resumed,
     ScheduleCall,
@@ -130,25 +131,18 @@ class Server:
         self.statistics = RunStatistics(n_workers, clock, timeline, traffic)
         self.failure: BaseException | None = None  # raised by an optimizer
         members = self._members = set(range(n_workers))
-        self._meeting: Barrier[Request] = Barrier(set(self._members))
+        self._meeting: Barrier[Request] = Barrier(set(members))
         self._pool, self._late = Pool(threads), LateGradients(correction, self.statistics.age)
-        self._queue = BatchQueue(self._members, backs_up=wants.backs_up)
+        self._queue = BatchQueue(members, backs_up=wants.backs_up)
         handed_over = HandedOver(codec_of(exchange), self.statistics)
         self._rounds = Rounds(
-            policy,
-            self.requirements,
-            self.statistics,
-            self._queue,
-            members,
-            self._pool,
-            handed_over,
-            merge,
+            policy, wants, self.statistics, self._queue, members, self._pool, handed_over, merge
         )
         self.workers_updates = WorkersUpdates(self.statistics, handed_over)
         self.membership = Membership(
             members, self._meeting, self._queue, self._rounds, self.statistics
         )
-        self._wishes = StopRequests(members, self.statistics, self.requirements.whole_rounds)
+        self._wishes = StopRequests(members, self.statistics, wants.whole_rounds)
         # By worker: schedule calls of others, to be repeated; by schedule: updates that have one.
         self._schedule_calls: dict[int, list[ScheduleCall]] = {}
         self._updates_called_for: dict[int, deque[int]] = {}
@@ -159,6 +153,12 @@ class Server:
     def store(self) -> Store | None:
         """Masters and rows, once parameters have been shared."""
         return self._rounds.store
+
+    def descriptor_for(self, reply: Reply) -> int | None:
+        """The descriptor of the memory that the reply tells of, to be sent with it."""
+        if not isinstance(reply, Shared) or self.store is None:
+            return None
+        return self.store.descriptor(reply.lent)
 
     @property
     def version(self) -> int:

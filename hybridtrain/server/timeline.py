@@ -14,6 +14,29 @@ from enum import StrEnum
 MOST_BARS = 16  # contributions of the fastest worker, at which a timeline ends
 
 
+@dataclass
+class TrainingTime:
+    """Seconds of training, which stand still while it pauses (for a validation)."""
+
+    began_s: float = 0.0  # later by the length of each pause
+    _paused_at_s: float | None = None
+
+    def of(self, at_s: float) -> float:
+        """Those that have passed by now, which is ``at_s``."""
+        return (at_s if self._paused_at_s is None else self._paused_at_s) - self.began_s
+
+    def pause(self, now_s: float) -> None:
+        """Training pauses; said twice, it is one pause."""
+        if self._paused_at_s is None:
+            self._paused_at_s = now_s
+
+    def resume(self, now_s: float) -> None:
+        """Training resumes."""
+        if self._paused_at_s is not None:
+            self.began_s += now_s - self._paused_at_s
+            self._paused_at_s = None
+
+
 class Doing(StrEnum):
     """A worker's state during a bar."""
 

@@ -19,14 +19,13 @@ from hybridtrain.schemes import SCHEMES
 from hybridtrain.simulate.simulations import SimulationPlan, StrategySpec, Train
 from hybridtrain.updates.named import make_update
 from hybridtrain.updates.staleness import make_correction
-from hybridtrain.util.arguments import options, value_of
+from hybridtrain.util.arguments import options, read_value, value_of
 from hybridtrain.util.option_types import (
     Above0,
     Natural,
     NotNegative,
     Positive,
     Range,
-    check,
     hint,
 )
 from hybridtrain.worlds.virtual.network import Conditions, Network
@@ -118,9 +117,7 @@ def _read(name: str, text: str) -> Any:
     """The value of an option, or its values; raises UserError unless they are of its kind."""
     kind = OPTIONS["slower" if name.startswith("slower.") else name]
     texts = text.split(",") if name in SEVERAL else [text]
-    values = [each if kind is str else value_of(each) for each in texts]
-    for value in values:
-        check(name, value, kind, plain=True)
+    values = [read_value(name, each, kind) for each in texts]
     return values if name in SEVERAL else values[0]
 
 
@@ -252,9 +249,7 @@ def _slower(given: Given, workers: Sequence[int]) -> dict[int, float]:
     slower: dict[int, float] = {}
     for name, factor in given.items():
         if name.startswith("slower."):
-            worker: Any = value_of(name.removeprefix("slower."))
-            check("slower.W", worker, Natural, plain=True)
-            slower[worker] = factor
+            slower[read_value("slower.W", name.removeprefix("slower."), Natural)] = factor
     name = "compute.seconds_per_step"
     if (times := given.get(name)) is None:
         return slower

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-from hybridtrain.tasks.digits import Batch, Classifier, MakeOptimizer
+from hybridtrain.tasks.digits import Batch, Classifier
+from hybridtrain.tasks.shared_tables import MakeOptimizer
 from hybridtrain.util.option_types import Natural, NotNegative, Positive, typed
 
 

@@ -6,7 +6,7 @@ the others are validated and tested on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import pytorch_lightning as pl
@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from hybridtrain.tasks.shared_tables import MakeOptimizer
 from hybridtrain.util.option_types import Natural, Positive, Range, Rule, typed
 
 N_TRAIN = 1440
 TWO = Rule("(two)", lambda given: len(given) == 2)
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Batch = Sequence[Tensor]  # images (B, 1, 8, 8) fp32 in [0, 1]; labels (B,) int64
 
 

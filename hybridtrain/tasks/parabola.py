@@ -8,7 +8,7 @@ workers follows the same path.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from hybridtrain.tasks.shared_tables import MakeOptimizer
 from hybridtrain.util.option_types import Natural, Positive, typed
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Batch = Sequence[Tensor]  # x (B, 1) fp32, y (B, 1) fp32
 
 

@@ -11,7 +11,6 @@ Legend: V words, D numbers of each, B samples of a mini-batch, T triplets that h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -93,7 +92,7 @@ class TripletModule(pl.LightningModule):
     @torch.no_grad()
     def on_validation_start(self) -> None:
         """Compute the centre of each class: the mean of its common words."""
-        words, classes = cast(TripletData, self._data()).band("common")
+        words, classes = self.trainer.datamodule.band("common")  # type: ignore[attr-defined]
         total = torch.zeros(int(classes.max()) + 1, self.table.embedding_dim)
         self._centres = F.normalize(total.index_add_(0, classes, self(words)), dim=1)
 
@@ -112,9 +111,6 @@ class TripletModule(pl.LightningModule):
     def configure_optimizers(self) -> Optimizer:
         """One optimizer, of the table."""
         return self.make_optimizer(self.parameters())
-
-    def _data(self) -> Any:
-        return getattr(self.trainer, "datamodule", None)
 
 
 def triplet_loss(embed: Callable[[Tensor], Tensor], triplets: Triplets, margin: float) -> Tensor:

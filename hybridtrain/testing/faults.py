@@ -176,7 +176,7 @@ _CELL = struct.Struct("<qd")  # how often it has happened, and when last
 _COUNTERS = struct.Struct("<qq")  # a worker's steps and its process; as long as a cell
 
 
-class FaultLog:
+class FaultLog(SharedBytes):
     """Counts the faults so far, in memory that the parent and all workers share.
 
     A worker about to die sends no message, and the process that replaces it must not die of the
@@ -189,7 +189,7 @@ class FaultLog:
 
     def __init__(self, n_faults: int, n_workers: int) -> None:
         self.n_faults, self.n_workers = n_faults, n_workers
-        self._shared = SharedBytes(n_workers * (1 + n_faults) * _CELL.size)
+        super().__init__(n_workers * (1 + n_faults) * _CELL.size)
 
     def _place(self, worker: int, fault: int = -1) -> int:
         """Where the cell of a fault lies; before its cells lie the counters of the worker."""
@@ -197,29 +197,25 @@ class FaultLog:
 
     def count(self, fault: int, worker: int) -> int:
         """How often the worker has had the fault."""
-        return int(_CELL.unpack_from(self._shared.map, self._place(worker, fault))[0])
+        return int(_CELL.unpack_from(self.map, self._place(worker, fault))[0])
 
     def when_s(self, fault: int, worker: int) -> float:
         """When it last had it, on the monotonic clock of this host."""
-        return float(_CELL.unpack_from(self._shared.map, self._place(worker, fault))[1])
+        return float(_CELL.unpack_from(self.map, self._place(worker, fault))[1])
 
     def happens(self, fault: int, worker: int) -> None:
         """Count the fault, now."""
         place = self._place(worker, fault)
-        _CELL.pack_into(self._shared.map, place, self.count(fault, worker) + 1, time.monotonic())
+        _CELL.pack_into(self.map, place, self.count(fault, worker) + 1, time.monotonic())
 
     def progress(self, worker: int) -> tuple[int, int]:
         """Number of the worker's steps, and its process id."""
-        steps, pid = _COUNTERS.unpack_from(self._shared.map, self._place(worker))
+        steps, pid = _COUNTERS.unpack_from(self.map, self._place(worker))
         return int(steps), int(pid)
 
     def reach(self, worker: int, steps: int, pid: int) -> None:
         """Store the number of the worker's steps, and its process id."""
-        _COUNTERS.pack_into(self._shared.map, self._place(worker), steps, pid)
-
-    def close(self) -> None:
-        """Unmap it."""
-        self._shared.close()
+        _COUNTERS.pack_into(self.map, self._place(worker), steps, pid)
 
 
 class Schedule:

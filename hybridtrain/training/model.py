@@ -71,11 +71,15 @@ class Model:
         """The model in the form in which it was given, with the parameters as they are now."""
         if self.module is not None:
             return self.module
-        seen = {name: self._as_given(name, p) for name, p in self.named}
-        return seen if isinstance(self.given, Mapping) else seen[ALONE]
+        return self._in_form(dict(self.named))
 
-    def _as_given(self, name: str, parameter: torch.nn.Parameter) -> Any:
-        return parameter if isinstance(self._arrays[name], torch.Tensor) else parameter.data.numpy()
+    def _in_form(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """Values in the form in which arrays were given."""
+        seen = {
+            name: each if isinstance(self._arrays[name], torch.Tensor) else each.detach().numpy()
+            for name, each in values.items()
+        }
+        return seen if isinstance(self.given, Mapping) else seen[ALONE]
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
@@ -113,13 +117,7 @@ class Model:
     def copies(self, values: Mapping[str, torch.Tensor]) -> Any:
         """Values in the form in which the model was given; a module's by name."""
         plain = {name: each.clone() for name, each in values.items()}
-        if self.module is not None:
-            return plain
-        seen = {
-            name: each if isinstance(self._arrays[name], torch.Tensor) else each.numpy()
-            for name, each in plain.items()
-        }
-        return seen if isinstance(self.given, Mapping) else seen[ALONE]
+        return plain if self.module is not None else self._in_form(plain)
 
     # ---- other places ---------------------------------------------------------------------------
 
@@ -207,8 +205,8 @@ def _arrays(given: Any) -> dict[str, Any]:
             raise UserError(f"{what} has no elements, shape {tuple(tensor.shape)}; leave it out")
         if not tensor.is_floating_point():
             raise UserError(f"{what} is of {array.dtype}, which has no gradient; use float32")
-        here = array.flags.writeable if isinstance(array, plain) else _is_dense_here(array)
-        if not here:
+        is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not (array.flags.writeable if isinstance(array, plain) else is_dense):
             raise UserError(f"{what} must be dense, in host memory, and free to be written to")
     return found
 
@@ -226,10 +224,6 @@ def _from_numpy(what: str, given: Any) -> torch.Tensor:
             f"{what} is {found}; give a torch tensor or a numpy array, of float32 or "
             "float64 in this machine's order of bytes"
         ) from None
-
-
-def _is_dense_here(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 def _view(name: str, array: Any) -> torch.Tensor:

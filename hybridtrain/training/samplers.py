@@ -402,14 +402,11 @@ class ShareSampler(EpochSampler):
             if worker in without:
                 self._left = self.epoch
             elif not places and self.plan.fills():
-                yield from self._filler(order)
+                # The mini-batch with which this worker begins the next lap.
+                begin = dict.fromkeys(p % len(order) for p in self._places(worker))
+                yield from (order[place] for place in begin)
             yield from (order[todo[place]] for place in places)
         self.ended = True
-
-    def _filler(self, order: Sequence[int]) -> list[int]:
-        """The mini-batch with which this worker begins the next lap."""
-        places = dict.fromkeys(p % len(order) for p in self._places(self._client.worker))
-        return [order[place] for place in places]
 
 
 class QueueSampler(EpochSampler):

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Inside, Requirements, begin_policy, exchange_of
@@ -30,7 +30,10 @@ from hybridtrain.updates.named import update_of
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.option_types import as_typed
 from hybridtrain.worker.device.cuda import forbids_fork
-from hybridtrain.worlds.local.process_world import OtherHosts, ProcessWorld
+from hybridtrain.worlds.local.process_world import ProcessWorld
+
+if TYPE_CHECKING:
+    from hybridtrain.worlds.hosts.other_hosts import Hosts
 
 
 class StartOptions(NamedTuple):
@@ -196,7 +199,7 @@ def world_of(
     start: StartOptions,
     device_names: Sequence[str],
     worker_updates: bool,
-    others: OtherHosts | None = None,
+    others: Hosts | None = None,
     report: SlowReport | None = None,
 ) -> ProcessWorld:
     """The processes of the workers, with a watchdog for hanging and slow ones."""

@@ -105,7 +105,8 @@ class Server(Scheme):
         check_names("strategy=", [strategy], [*POLICIES, *SCHEMES])
         for name in options:
             if name not in hints(SchemeArguments):
-                raise UserError(_unknown(name, options))
+                alien = f"{name} was given, an option of HybridStrategy that has no meaning here"
+                raise UserError(alien if name in DEFAULTS else unknown(name, options))
         chosen = {} if policy is None else {"policy": policy}
         given = checked({**parts_of(strategy), **chosen, **options})
         if given["on_failure"] == "restart":
@@ -131,7 +132,7 @@ class Server(Scheme):
     @property
     def model(self) -> Any:
         """The user's model, as the last run has left it; during a run, copies of the masters."""
-        server = self._serving
+        server = self._serving  # which another thread may see the end of
         masters = {} if server is None else self._masters(server)
         return self._model.copies(masters) if masters else self._model.given
 
@@ -365,9 +366,9 @@ class Server(Scheme):
 
     def _masters(self, server: inner.Server) -> dict[str, torch.Tensor]:
         """By name; none before parameters have been shared."""
-        store = server.store
-        slots = () if store is None else store.layout.slots
-        return {} if store is None else {slot.name: store.master(slot) for slot in slots}
+        if (store := server.store) is None:
+            return {}
+        return {slot.name: store.master(slot) for slot in store.layout.slots}
 
     def _conclude(self, server: inner.Server, job: Job, ended: bool) -> None:
         """Keep the result of a run, however it has come to an end.
@@ -498,9 +499,3 @@ def _check_options(how: Mapping[str, Any]) -> None:
         if name in (*hints(SchemeArguments), "strategy", "policy", "optimizer"):
             raise UserError(f"run has no option {name}; give it to Server(...)")
     check_names("run: ", how, known)
-
-
-def _unknown(name: str, options: Mapping[str, Any]) -> str:
-    if name in DEFAULTS:
-        return f"{name} was given, an option of HybridStrategy that has no meaning here"
-    return unknown(name, options)

@@ -155,7 +155,12 @@ class WorkerSession:
         """Workers step parameters of their own."""
         keeps = exchange.keeps or self._requirements.whole_rounds
         gives = exchange.update == "user"  # gradients, which the user's optimizer steps
-        replica = OwnReplica(self._parameters, self._store, self._client.worker, keeps, gives)
+        sends = not (exchange.keeps or gives or self._requirements.evaluates)
+        lone = self._client.n_workers == 1
+        sends &= lone or (self._requirements.whole_rounds and self._client.worker == 0)
+        replica = OwnReplica(
+            self._parameters, self._store, self._client.worker, keeps, gives, sends
+        )
         group = self._group
         return replica, partial(LocalStep, replica=replica, exchange=exchange, group=group)
 
@@ -322,6 +327,10 @@ class WorkerSession:
         self.put_back()  # a checkpoint may have been made since the last step
         for step in self.steps:
             step.flush(ends)
+        if ends and (writes := self.replica.unsent()):
+            self._client.settle()
+            self._client.pull(writes)
+            self.replica.refresh()
 
     def await_turn(self) -> int:
         """Wait until no other worker computes, and the parameters are the newest; their version."""

@@ -322,12 +322,11 @@ def _check(server: Server, n_slots: int, other: Mapping[str, Any]) -> None:
 
 def _said_in(text: str) -> str | None:
     """The message for the user within Spark's report of a task's failure."""
-    for begin in ("hybridtrain.errors.UserError: ", "No module named 'hybridtrain"):
-        if begin in text:
-            line = text.partition(begin)[2].partition("\n")[0]
-            if "module" in begin:
-                return "executors cannot import hybridtrain; install it on all hosts of the cluster"
-            return line
+    _, begins, said = text.partition("hybridtrain.errors.UserError: ")
+    if begins:
+        return said.partition("\n")[0]
+    if "No module named 'hybridtrain" in text:
+        return "executors cannot import hybridtrain; install it on all hosts of the cluster"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,8 +33,7 @@ class Contribution:
     merged: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """The result of a closure: the mean ``loss`` at the gradient's parameters, if known.
 
     ``repeatable``: the workers can evaluate again, at other parameters.
@@ -44,8 +43,7 @@ class Evaluation:
     repeatable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
+class Again(NamedTuple):
     """The step needs one more evaluation of the closure, at the parameters as they are now.
 
     ``cleared``: the optimizer has cleared the gradients, so the next must not be accumulated.
@@ -68,8 +66,7 @@ class Saved:
     own: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
+class StepInput(NamedTuple):
     """Input of one step; ``rate``: factor of its learning rates.
 
     ``arrivals``: of rows that are not complete yet; the step may have to be undone.
@@ -117,7 +114,6 @@ class Update(Protocol):
 
     def step(self, given: StepInput) -> Again | None:
         """Merge the rows, clip the result, step the masters; or ask for one more evaluation."""
-        ...
 
     def undo(self) -> None:
         """Undo the last step, whose input had ``arrivals``; called only with ``can_undo``."""
@@ -125,7 +121,6 @@ class Update(Protocol):
 
     def set_groups(self, groups: Groups) -> None:
         """Set the hyper-parameters that have changed, group by group."""
-        ...
 
     def settle(self) -> None:
         """Make the steps that were put off, before parameters or state are read."""
@@ -133,11 +128,9 @@ class Update(Protocol):
 
     def state(self) -> Saved:
         """A copy of the optimizer's state, with the shapes of torch's ``state_dict``."""
-        ...
 
     def release_optimizer(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
         """The optimizer with all its state, and its parameters by slot number."""
-        ...
 
     def close(self) -> None:
         """Free what the update holds."""

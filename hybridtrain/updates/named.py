@@ -289,30 +289,27 @@ def update_of(exchange: Exchange, given: UpdateSpec | NamedUpdate = None) -> Nam
         )
     if exchange.parameters == "shared" and not made.is_users:
         raise UserError(
-            f"{given}, but there workers step the "
-            "parameters with the module's own optimizer; leave it out, or use policy=async"
+            f"{given}, but there workers step the parameters with the module's own optimizer; "
+            "leave it out, or use policy=async"
         )
-    _check_evaluations(exchange, made)
-    inherits = exchange.parameters != "own"
-    return replace(made, inherits=inherits)
+    _check_evaluations(exchange, made, given)
+    return replace(made, inherits=exchange.parameters != "own")
 
 
-def _check_evaluations(exchange: Exchange, made: NamedUpdate) -> None:
+def _check_evaluations(exchange: Exchange, made: NamedUpdate, given: str) -> None:
     """A line search takes evaluations of the whole loss, and nothing else can use them well."""
-    given = f"update={made.name} was given with exchange={as_typed(exchange)}"
     searches = issubclass(KNOWN.get(made.name, torch.optim.SGD), Searches)
     if searches and not evaluates(exchange):
         raise UserError(
-            f"{given}, but it evaluates the loss "
-            "several times in a step, and there is nothing to evaluate where what was handed over "
-            "is applied; use strategy=sandblaster, or let the module's own optimizer be LBFGS, "
-            "with strategy=hybrid and exchange=gradient"
+            f"{given}, but it evaluates the loss several times in a step, and there is nothing to "
+            "evaluate where what was handed over is applied; use strategy=sandblaster, or let the "
+            "module's own optimizer be LBFGS, with strategy=hybrid and exchange=gradient"
         )
     if evaluates(exchange) and not searches:
         raise UserError(
-            f"{given}, where an epoch is one "
-            f"evaluation of the whole loss, and {made.name} would make one step with it; use "
-            "update=lbfgs or gradient_descent, or train on mini-batches with strategy=hybrid"
+            f"{given}, where an epoch is one evaluation of the whole loss, and {made.name} would "
+            "make one step with it; use update=lbfgs or gradient_descent, or train on "
+            "mini-batches with strategy=hybrid"
         )
 
 

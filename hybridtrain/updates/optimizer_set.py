@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +39,7 @@ class OptimizerFailed(UserError):
     """An optimizer's own code raised; ``__cause__`` is what it raised."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
+class Stepped(NamedTuple):
     """The result of a step: the workers whose gradients were applied, or one more evaluation.
 
     ``news``: hyper-parameters that the optimizer has changed itself; ``step_number``: for a

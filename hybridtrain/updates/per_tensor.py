@@ -80,9 +80,8 @@ class PerTensorUpdate(Update):
             again = self._advance(given.evaluation)
         if self._steps_rows:
             self.moved = self._touched()
-        if not self._keeps_figures_in_groups:
-            return again
-        self.news = differences(before, plain(self._optimizer))
+        if self._keeps_figures_in_groups:
+            self.news = differences(before, plain(self._optimizer))
         return again
 
     def _advance(self, evaluation: Evaluation) -> Again | None:
@@ -102,17 +101,13 @@ class PerTensorUpdate(Update):
             return merged(self.merge, parts, self._parameters)
         return (self._mean(index, contributions) for index in range(len(self._parameters)))
 
-    def _part(self, contribution: Contribution) -> WorkerGradients:
+    def _part(self, of: Contribution) -> WorkerGradients:
         """Copies, dense and in the parameters' dtypes."""
-        found = [
-            None if (g := self._gradient(index, contribution)) is None else g.to_dense()
-            for index in range(len(self._parameters))
-        ]
+        found = (self._gradient(index, of) for index in range(len(self._parameters)))
         gradients = [
-            None if gradient is None else gradient.to(parameter.dtype, copy=True)
+            None if gradient is None else gradient.to_dense().to(parameter.dtype, copy=True)
             for gradient, parameter in zip(found, self._parameters, strict=True)
         ]
-        of = contribution
         return WorkerGradients(of.worker, of.share, of.staleness, gradients)
 
     def _gradient(self, index: int, contribution: Contribution) -> torch.Tensor | None:

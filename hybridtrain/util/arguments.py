@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.option_types import hint
+from hybridtrain.util.option_types import check, hint
 
 
 def options(
@@ -61,6 +61,13 @@ def value_of(text: str) -> bool | float | str | None:
         except ValueError:
             continue
     return text
+
+
+def read_value(name: str, text: str, kind: Any) -> Any:
+    """The value of an option of this kind; raises ``UserError`` if it is of another."""
+    value = text if kind is str else value_of(text)
+    check(name, value, kind, plain=True)
+    return value
 
 
 def command(

@@ -67,6 +67,8 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
     Raises:
         OSError: if it could not be written; an earlier file is unchanged.
     """
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "a name has no zero byte", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = f".{path.name[:_LONGEST]}.part"
     folder = os.open(path.parent, os.O_RDONLY)
@@ -268,9 +270,9 @@ def open_input(path: str | Path, what: str, most_bytes: int | None = None) -> Bu
     return open(fd, "rb")  # noqa: PTH123  (a descriptor)
 
 
-def check_input(path: str | Path, what: str, most_bytes: int | None = None) -> None:
+def check_input(path: str | Path, what: str) -> None:
     """Check as :func:`open_input` does, before a library opens the file by name."""
-    open_input(path, what, most_bytes).close()
+    open_input(path, what).close()
 
 
 def read_text(path: str | Path, what: str, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -311,10 +313,15 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
     Raises:
         UserError: if it cannot be read, or is damaged; also while it is read.
     """
-    with open_input(path, "the file") as raw, _reading(path):
-        packed = raw.read(len(_GZIP)) == _GZIP
-        raw.seek(0)
-        yield cast(BinaryIO, gzip.GzipFile(fileobj=raw) if packed else raw)
+    with open_input(path, "the file") as raw:
+        try:
+            packed = raw.read(len(_GZIP)) == _GZIP
+            raw.seek(0)
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=raw) if packed else raw)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"{path} is damaged: {error}; pack it again with gzip") from error
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -331,13 +338,3 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line.decode()
             except UnicodeDecodeError as error:
                 raise UserError(f"{path}, line {number} cannot be read: {error}") from error
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path} is damaged: {error}; pack it again with gzip") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error

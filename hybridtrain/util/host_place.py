@@ -26,7 +26,6 @@ class HostPlace:
         address: of host 0; under torchrun of its store, in which host 0 publishes its own.
         port: that host 0 listens on; 0: any free one, which it publishes.
         run: an id that all hosts of this run share, or empty.
-        engine: the program that started this process, for messages.
         store_port: of torchrun's store; 0: there is none.
         hosts_store: host 0 has to open that store itself.
     """
@@ -36,7 +35,6 @@ class HostPlace:
     address: str = "127.0.0.1"
     port: int = 0
     run: str = ""
-    engine: str = "one host"
     store_port: int = 0
     hosts_store: bool = False
 
@@ -95,7 +93,6 @@ def _by_torchrun(n_hosts: int) -> HostPlace:
         n_hosts=n_hosts,
         address=_variable("MASTER_ADDR", "torchrun"),
         run=_variable("TORCHELASTIC_RUN_ID", "torchrun"),
-        engine="torchrun",
         store_port=_number("MASTER_PORT", "torchrun", 1, _LAST_PORT),
         hosts_store=own_store and host == 0,
     )
@@ -118,7 +115,6 @@ def _by_slurm(n_hosts: int) -> HostPlace:
         address=os.environ.get("MASTER_ADDR") or _first(_variable("SLURM_NODELIST", "Slurm")),
         port=_port() if "MASTER_PORT" in os.environ else 15000 + int(job[-4:]),  # as Lightning
         run=f"{job}.{os.environ.get('SLURM_STEP_ID', '0')}",
-        engine="Slurm",
     )
 
 
@@ -134,7 +130,6 @@ def _by_hand(n_hosts: int) -> HostPlace:
         n_hosts=n_hosts,
         address=_variable("MASTER_ADDR", "it"),
         port=_port(),
-        engine="variables",
     )
 
 

@@ -151,12 +151,12 @@ def _check_keys(name: str, value: Mapping[Any, Any], form: Any, plain: bool) -> 
             check(f"{name}.{key}", value.get(key), each, plain)
 
 
-def check_fields(given: Any, prefix: str = "", plain: bool = False) -> None:
+def check_fields(given: Any, prefix: str = "") -> None:
     """See that every field that an object was made with is of its type; raises UserError."""
     kinds: dict[str, Any] = hints(type(given))  # type: ignore[arg-type]
     for each in fields(given):
         if each.init:
-            check(prefix + each.name, getattr(given, each.name), kinds[each.name], plain)
+            check(prefix + each.name, getattr(given, each.name), kinds[each.name])
 
 
 class Checked:

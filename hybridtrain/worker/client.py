@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -357,18 +358,14 @@ class Client:
 
         With ``refresh``, this worker's parameters are updated to the same version.
         """
-        scratch = Scratch(self.apart)
-        try:
+        with closing(Scratch(self.apart)) as scratch:
             reply, _ = self._ask(Snapshot(refresh, scratch.path), OptimizerState)
             self.unseen = reply.unseen
             self.snapshot_counts = {"updates": reply.updates, "samples": reply.samples}
             if refresh:
                 self.version = reply.version
                 self.maker.read(reply.version)
-            saved = read(scratch.path, reply.payload)
-        finally:
-            scratch.close()
-        return reply.version, saved
+            return reply.version, read(scratch.path, reply.payload)
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`hybridtrain.server.run_statistics.RunStatistics.stats`."""

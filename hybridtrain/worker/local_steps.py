@@ -20,15 +20,12 @@ class Parameters(Protocol):
 
     def parameters(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """The worker's own."""
-        ...
 
     def masters(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """As this worker has read them last."""
-        ...
 
     def moved(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """The masters less the worker's own."""
-        ...
 
 
 class LocalSteps:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridtrain.memory import Packed, Store, open_window, pack
+from hybridtrain.memory.sparse_rows import flat_view
 from hybridtrain.protocol.messages import Writes
 from hybridtrain.worker.device import Streams
 from hybridtrain.worker.row_encoder import RowEncoder
@@ -39,7 +40,7 @@ class Pieces:
 
     def __init__(self, place: torch.Tensor) -> None:
         self._shape, self._stride = place.shape, place.stride()
-        self._pieces = _flat(place).split(PIECE)
+        self._pieces = flat_view(place).split(PIECE)
         self._total = torch.zeros((), dtype=_wide(place.dtype))
 
     def fits(self, tensor: torch.Tensor) -> bool:
@@ -51,7 +52,7 @@ class Pieces:
     def copy(self, source: torch.Tensor) -> bool:
         """Copy a tensor that fits; whether its sum is finite."""
         total = self._total.zero_()
-        for piece, part in zip(self._pieces, _flat(source.detach()).split(PIECE), strict=True):
+        for piece, part in zip(self._pieces, flat_view(source.detach()).split(PIECE), strict=True):
             piece.copy_(part)
             total += piece.sum(dtype=total.dtype)
         return math.isfinite(float(total))
@@ -60,10 +61,6 @@ class Pieces:
 def worth_cutting(place: torch.Tensor) -> bool:
     """Whether a tensor is so large that looking at it afterwards would cost a pass over memory."""
     return place.numel() >= LARGE and place.is_floating_point()
-
-
-def _flat(dense: torch.Tensor) -> torch.Tensor:
-    return dense.as_strided((dense.numel(),), (1,))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -107,7 +104,6 @@ class Replica(Protocol):
 
     def collect_whole(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """As :meth:`collect`, without encoding."""
-        ...
 
     def keep_sparse(self, numbers: Iterable[int]) -> None:
         """Sparse gradients of these, and of no others, stay sparse. At first, none does."""
@@ -115,36 +111,38 @@ class Replica(Protocol):
 
     def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
         """Copy what the server has left in shared memory, which may change at the next push."""
-        ...
 
     def follow(self, numbers: Iterable[int]) -> None:
         """These parameters follow the masters from now on, and no others. At first, all do."""
-        ...
 
     def admit(self, numbers: Iterable[int], sparse: bool) -> None:
         """These follow as well: an optimizer has got them in mid-run (unfrozen layers).
 
         ``sparse``: it takes sparse gradients.
         """
-        ...
 
     def writes(self) -> Writes:
         """Parameters that user code has changed since the last refresh, of those that follow."""
-        ...
 
     def written(self, alike: bool) -> Writes:
         """Writes to send before the next push.
 
         ``alike``: all workers have made them since they met. Else a cheap look may miss some.
         """
-        ...
+
+    def apart(self) -> Writes:
+        """What user code has written, also to parameters that do not follow the masters."""
+        return self.writes()
+
+    def unsent(self) -> Writes:
+        """Writes behind the last exchange of an epoch, if no push will have them."""
+        return {}
 
     def refresh(self, keep: bool = False) -> None:
         """The masters have moved: bring what follows up to date. Comes after ``writes``.
 
         ``keep``: parameters of the worker's own come back with :meth:`put_back`.
         """
-        ...
 
     @property
     def shows_masters(self) -> bool:
@@ -169,7 +167,6 @@ class Replica(Protocol):
 
     def close(self) -> None:
         """There will be no further step."""
-        ...
 
 
 def tells_writes(store: Store, worker: int) -> bool:
@@ -340,6 +337,11 @@ class HostReplica(Replica):
         if not self._tells_writes:
             return {}
         return {self._number_of[slot]: elements(self._window.view(slot)) for slot in changed}
+
+    def apart(self) -> Writes:
+        self._reattach()
+        written = self._window.written(list(self._number_of))
+        return {self._number_of[slot]: elements(self._window.view(slot)) for slot in written}
 
     def refresh(self, keep: bool = False) -> None:
         self._window.refresh(self._following)

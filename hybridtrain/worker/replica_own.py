@@ -25,6 +25,9 @@ class OwnReplica(Replica):
         worker: whose row.
         keeps: the masters are only looked at: training goes on from the worker's own.
         gives_gradients: nothing of the worker's own parameters is handed over.
+        sends_writes: those of user code behind the last exchange of an epoch. An exchange brings
+            the worker to the masters, so they are told apart. In lock-step all workers make them
+            alike, and one sends them.
     """
 
     def __init__(
@@ -34,7 +37,9 @@ class OwnReplica(Replica):
         worker: int,
         keeps: bool = False,
         gives_gradients: bool = False,
+        sends_writes: bool = False,
     ) -> None:
+        self._sends_writes = sends_writes
         self._keeps, self._gives_gradients = keeps, gives_gradients
         self._kept: dict[int, torch.Tensor] = {}  # by number, while the module has the masters
         self._held: dict[int, torch.Tensor] = {}  # the masters that these are to be compared with
@@ -107,6 +112,10 @@ class OwnReplica(Replica):
         if not (alike and self._gives_gradients):
             return {}
         return {number: elements(self._parameters[number]) for number in self.changed()}
+
+    def unsent(self) -> Writes:
+        changed = self.changed() if self._sends_writes else []
+        return {number: elements(self._parameters[number]) for number in changed}
 
     def changed(self) -> list[int]:
         """Parameters that are not the masters as this worker has read them last."""

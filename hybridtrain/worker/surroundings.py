@@ -16,15 +16,12 @@ class Connection(Protocol):
 
     def send(self, message: Any) -> None:
         """Send a request, a note, or the end of the worker."""
-        ...
 
     def receive(self) -> tuple[Reply, int | None]:
         """Wait for the next reply; returns it with the descriptor sent beside it."""
-        ...
 
     def ready(self) -> bool:
         """Whether ``receive`` would return at once."""
-        ...
 
 
 class Bells(Protocol):
@@ -32,11 +29,9 @@ class Bells(Protocol):
 
     def ring(self) -> None:
         """Wake the other workers."""
-        ...
 
     def wait(self, for_s: float) -> None:
         """Wait for a ring or a message of the server, at most ``for_s`` seconds."""
-        ...
 
 
 class Listeners:

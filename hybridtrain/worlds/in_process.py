@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from hybridtrain.protocol.messages import (
     Request,
     Saved,
     SavePermission,
-    Shared,
     Stop,
     Stopped,
 )
@@ -58,8 +57,7 @@ Word = Request | Note | MadePush | Ended  # a worker's next message, or its end
 Due = Callable[[int], str]  # the kind of a worker's next event in a record, if there is one
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A piece of process-wide state."""
 
     get: Callable[[], Any]
@@ -146,13 +144,13 @@ class ThreadWorld:
         worker = self._workers[number]
         if worker.ended is None:
             worker.ended = Ended()
-            self._within(worker, worker.turns.close)
+            self._within(worker, worker.line.turns.close)
 
     def close(self) -> None:
         """End all threads."""
         for number, worker in enumerate(self._workers):
             self.abandon(number)
-            worker.turns.close()
+            worker.line.turns.close()
 
     def _within(self, worker: _Worker, action: Callable[[], Any]) -> Any:
         """Run the action with the worker's process-wide state."""
@@ -198,10 +196,9 @@ class _Line:
             return Stop(), None
         while not self.inbox:
             self.say(_Waits())
-        reply, store = self.inbox.popleft(), self._world.server.store
-        if isinstance(reply, Shared) and store is not None:
-            return reply, os.dup(store.descriptor(reply.lent))
-        return reply, None
+        reply = self.inbox.popleft()
+        fd = self._world.server.descriptor_for(reply)
+        return reply, None if fd is None else os.dup(fd)
 
     @property
     def _stops(self) -> bool:
@@ -262,13 +259,10 @@ class _Worker:
     result: Any = None
     ended: Ended | None = None
 
-    @property
-    def turns(self) -> TurnTaking:
-        return self.line.turns
-
     def go_on(self) -> Asked | Ended:
         body, self.body = self.body, None
-        return self.turns.answer(None) if body is None else self.turns.start(body)
+        turns = self.line.turns
+        return turns.answer(None) if body is None else turns.start(body)
 
 
 def _on_a_thread(body: Body, client: Client, worker: _Worker, threads: int) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hybridtrain.protocol.events import Completed, Event, Received, Removed
-from hybridtrain.protocol.messages import Reply, Shared
+from hybridtrain.protocol.messages import Reply
 from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client, StopRequested
 
@@ -89,10 +89,9 @@ class Threads:
             self._changed.wait_for(lambda: self.has_reply(worker))
             if self.error is not None:
                 raise StopRequested
-            reply, store = self._inboxes[worker].popleft(), self._server.store
-            if isinstance(reply, Shared) and store is not None:
-                return reply, os.dup(store.descriptor(reply.lent))
-            return reply, None
+            reply = self._inboxes[worker].popleft()
+            fd = self._server.descriptor_for(reply)
+            return reply, None if fd is None else os.dup(fd)
 
 
 class _Line:

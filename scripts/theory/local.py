@@ -14,8 +14,8 @@ import torch
 from hybridtrain.exchanges import make_exchange
 from hybridtrain.memory import Layout, Store, pack
 from hybridtrain.policies import make_policy
-from hybridtrain.updates import Contribution, build_update
-from hybridtrain.updates.base import StepInput
+from hybridtrain.updates import build_update
+from hybridtrain.updates.base import Contribution, StepInput
 from hybridtrain.updates.factory import for_sparse
 from hybridtrain.updates.named import make_update
 from hybridtrain.updates.thread_pool import Pool

@@ -104,7 +104,7 @@ MORE = {
 }
 # Of torch, Hydra, Optuna and Python.
 OTHERS = {
-    "_BatchNorm", "_asdict", "_batch_sampler", "_clear", "_exit",
+    "_BatchNorm", "_asdict", "_batch_sampler", "_clear", "_config", "_exit",
     "_foreach_add_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_",
     "_foreach_mul_", "_foreach_norm", "_foreach_sub",
     "_forkserver", "_forkserver_address", "_fused_adam_", "_fused_adamw_",

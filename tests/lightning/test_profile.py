@@ -211,7 +211,7 @@ def test_without_a_profile_nothing_stands_around_any_method() -> None:
     class Looking(Regression):
         def on_train_end(self) -> None:
             strategy: Any = self.trainer.strategy
-            session, client = strategy._session, strategy.client
+            session, client = strategy.session, strategy.client
             watched = [client.push, client.draw, client.line.send, session.replica.collect]
             watched += [session.steps[0]._offer, session.guard.accepts]
             assert not any(hasattr(method, "measured") for method in watched)

@@ -12,7 +12,8 @@ from hybridtrain.memory import Layout, Store, pack, unpack
 from hybridtrain.policies import OnArrival
 from hybridtrain.protocol.events import Received
 from hybridtrain.protocol.messages import Average, Averaged, Clip, Push, Row
-from hybridtrain.updates import Contribution, StepInput, build_update
+from hybridtrain.updates import build_update
+from hybridtrain.updates.base import Contribution, StepInput
 from hybridtrain.updates.factory import for_sparse
 from hybridtrain.updates.groups import takes_sparse
 from hybridtrain.updates.mean import merge_mixed

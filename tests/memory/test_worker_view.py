@@ -9,13 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store, WorkerView
+from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.layout import Slot
 from hybridtrain.memory.worker_view import (
     Copied,
     CopyOnWrite,
     MappedPages,
     ProtectedPages,
+    WorkerView,
     is_seen_by,
     open_window,
 )

@@ -219,7 +219,9 @@ def nonsense(request: pytest.FixtureRequest) -> Iterator[object]:
 
 
 def test_what_is_no_time_is_refused(nonsense: object) -> None:
-    with pytest.raises(UserError, match=r"hang_timeout_s=.* was given; .* above 0, auto, or null"):
+    with pytest.raises(
+        UserError, match=r"hang_timeout_s=.* was given; .* from 0.1 on, auto, or null"
+    ):
         HybridStrategy(hang_timeout_s=nonsense)
 
 

@@ -64,8 +64,8 @@ def body(worker: Worker) -> int:
 
 def without_lightning() -> list[int]:
     """Train arrays by a body, and by DeepDist's two functions."""
-    with Server({"w": np.zeros(2)}, "async", update={"name": "sgd", "lr": 0.1}) as server:
-        versions: list[int] = server.run(body, workers=2, data=np.ones((8, 2)), batch_size=2)
+    server = Server({"w": np.zeros(2)}, "async", update={"name": "sgd", "lr": 0.1})
+    versions: list[int] = server.run(body, workers=2, data=np.ones((8, 2)), batch_size=2)
     with DeepDist(np.zeros(2), min_updates=2, workers=2) as dd:
         dd.train([1.0, 2.0], lambda model, rows: model + len(rows), lambda model, update: None)
     return versions

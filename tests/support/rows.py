@@ -9,7 +9,8 @@ import torch
 
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import Contribution, StepInput, Update, build_update
+from hybridtrain.updates import build_update
+from hybridtrain.updates.base import Contribution, StepInput, Update
 from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.thread_pool import Pool
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtrain.memory import Layout, Store, pack
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import Contribution, StepInput, build_update
+from hybridtrain.updates import build_update
+from hybridtrain.updates.base import Contribution, StepInput
 from hybridtrain.updates.factory import for_sparse
 from hybridtrain.updates.sparse.by_row import ByRow, Merger, Touched
 from hybridtrain.updates.thread_pool import Pool

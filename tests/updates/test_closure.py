@@ -10,7 +10,8 @@ import torch
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.events import Received
 from hybridtrain.protocol.messages import ReadStats, Released, Snapshot, Stats
-from hybridtrain.updates import Again, Contribution, Evaluation, StepInput, build_update
+from hybridtrain.updates import build_update
+from hybridtrain.updates.base import Again, Contribution, Evaluation, StepInput
 from hybridtrain.updates.groups import calls_closure, is_torchs, needs_closure
 from hybridtrain.updates.per_tensor import ClosureOptimizer
 from hybridtrain.updates.thread_pool import Pool

@@ -14,17 +14,16 @@ from hybridtrain.memory import Layout, Packed, Store, pack
 from hybridtrain.policies import OnArrival, Policy, Softsync, WaitForAll
 from hybridtrain.protocol.events import Received
 from hybridtrain.protocol.messages import Push, Row
-from hybridtrain.updates import Contribution
+from hybridtrain.updates.base import Contribution
 from hybridtrain.updates.groups import slowed
-from hybridtrain.updates.staleness import (
+from hybridtrain.updates.staleness import Correction, make_correction
+from hybridtrain.updates.staleness.correction import (
     ByStaleness,
-    Correction,
     DcAsgd,
     DcAsgdAdaptive,
     GapAware,
     Late,
     Polynomial,
-    make_correction,
 )
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld

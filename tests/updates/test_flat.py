@@ -12,7 +12,8 @@ import torch
 from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.counters import ChunkProgress
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import Contribution, StepInput, build_update
+from hybridtrain.updates import build_update
+from hybridtrain.updates.base import Contribution, StepInput
 from hybridtrain.updates.flat import flat_update
 from hybridtrain.updates.flat.chunks import cut
 from hybridtrain.updates.flat.flat_update import FlatUpdate

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import Contribution, StepInput
-from hybridtrain.updates.base import clip_factor
+from hybridtrain.updates.base import Contribution, StepInput, clip_factor
 from hybridtrain.updates.mean import merge
 from hybridtrain.updates.per_tensor import PerTensorUpdate
 from tests.support.rows import make_pair

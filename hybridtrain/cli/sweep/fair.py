@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain.cli import explain, hydra_config
 from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.hydra_config import assignments
 from hybridtrain.cli.sweep import job_launcher, job_process
 from hybridtrain.cli.sweep.search import JobSweeper, checked_job, combinations, space_of
 from hybridtrain.cli.validation.config_checks import uses_optimizer
@@ -172,7 +172,7 @@ class FairSweeper(JobSweeper):
             given += self._around(given)
             space, fixed = space_of(given)
             points = candidates(space, self.budget["trials"], self.seed)
-            checked_job(self.launcher, [*fixed, *_overrides(points[0])], given)
+            checked_job(self.launcher, [*fixed, *assignments(points[0])], given)
         except UserError as error:
             raise UserError(f"compare, {text}: {error}") from error
         return Entry(text, fixed, points)
@@ -216,19 +216,11 @@ class FairSweeper(JobSweeper):
 
     def _train(self, jobs: list[Training], more: list[str], total: int) -> list[Training]:
         """Run the jobs that have not finished before; returns them with what they returned."""
-        made = [
-            self.launcher.job(
-                [
-                    *self.entries[x.strategy].overrides,
-                    *more,
-                    *_overrides(x.values),
-                    f"seed={x.seed}",
-                ],
-                int(x.folder),
-                total,
-            )
-            for x in jobs
-        ]
+        made = []
+        for x in jobs:
+            own = [*assignments(x.values), f"seed={x.seed}"]
+            overrides = [*self.entries[x.strategy].overrides, *more, *own]
+            made.append(self.launcher.job(overrides, int(x.folder), total))
         outcomes = self.launcher.run_all(made, self._see)
         ends = [outcomes[job.number] for job in made]
         return [replace(x, tested=e.metric, error=e.error) for x, e in zip(jobs, ends, strict=True)]
@@ -283,9 +275,8 @@ class FairSweeper(JobSweeper):
         rows = fair.rows_of({x: [y for y in runs if y.strategy == x] for x in self.entries})
         for row in rows:
             name, values = row["strategy"], chosen[row["strategy"]]
-            options = [*self.entries[name].overrides, _target(goal), *_overrides(values or {})]
-            words = ["python", "-m", "hybridtrain", *job_process.FLAGS, *options]
-            row |= {"values": values, "command": shlex.join(words)}
+            options = [*self.entries[name].overrides, _target(goal), *assignments(values or {})]
+            row |= {"values": values, "command": job_process.command_of(options)}
         return {
             **asdict(goal),
             "tested": self.sweep_config.task.metric,
@@ -386,10 +377,6 @@ def words_of(text: str) -> list[str]:
     if quote or depth:
         raise UserError(f"{'a quote' if quote else 'a bracket'} is not closed, or not opened")
     return [x[1:-1] if x[0] in "\"'" and x[0] == x[-1] else x for x in words if x]
-
-
-def _overrides(values: Mapping[str, str]) -> list[str]:
-    return [f"{key}={value}" for key, value in values.items()]
 
 
 def _target(goal: Goal) -> str:

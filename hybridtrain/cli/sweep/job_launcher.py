@@ -205,27 +205,20 @@ class ProcessLauncher(Launcher):
     def _forks(self) -> bool:
         if self.start_method != "auto":
             return self.start_method == "fork"
-        return hasattr(os, "fork") and not _gpu_present()
+        has_gpu = any(Path(x).exists() for x in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+        return hasattr(os, "fork") and not has_gpu
 
 
 def check_job(job: Job) -> None:
     """Raise UserError if the job cannot run here as configured."""
     cfg = without_hydra(job.config)
     check_config(cfg, overrides_of(job.config.hydra))
-    _check_hosts(cfg)
-    check_machine(cfg)
-
-
-def _check_hosts(cfg: DictConfig) -> None:
     if (given := number_of_hosts(cfg)) > 1:
         raise UserError(
             f"trainer.num_nodes={given} was given with --multirun, whose jobs use one host; start "
             "each run over several hosts by itself, or leave trainer.num_nodes out"
         )
-
-
-def _gpu_present() -> bool:
-    return any(Path(x).exists() for x in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+    check_machine(cfg)
 
 
 def without_hydra(config: DictConfig) -> DictConfig:

@@ -10,10 +10,11 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -77,8 +78,16 @@ class JobProcess:
         with self.result as file:
             file.seek(0)
             said = file.read()
-        outcome = CommandOutcome(**json.loads(said)) if said else None
-        return _verdict(outcome, self.code(), signals)
+        outcome, code = CommandOutcome(**json.loads(said)) if said else None, self.code()
+        if signals and (outcome is None or outcome.exit):
+            directory = None if outcome is None else outcome.directory
+            return replace(interrupted(signals[0]), directory=directory)
+        if outcome is not None:
+            return outcome
+        how = f"ended with status {code} and no word"
+        if code is not None and code < 0:
+            code, how = FAILED, f"was killed by {signal.Signals(-code).name}"
+        return CommandOutcome(exit=code or FAILED, error=f"its process {how}")
 
 
 def start_forked(
@@ -201,6 +210,11 @@ def _command(config: DictConfig, directory: Path) -> list[str]:
     ]
 
 
+def command_of(overrides: Sequence[str]) -> str:
+    """The command that runs a job with these overrides alone, to be typed in a shell."""
+    return shlex.join(["python", "-m", "hybridtrain", *FLAGS, *overrides])
+
+
 def report(outcome: CommandOutcome) -> None:
     """In a fresh job process: send the outcome to the sweep."""
     if fd := ENVIRONMENT.get(RESULT):
@@ -232,8 +246,8 @@ def _in_group(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def passing_on(running: Sequence[JobProcess]) -> Iterator[list[int]]:
-    """Forward the signals that would end the sweep to all jobs that run.
+def passing_on(running: Iterable[JobProcess]) -> Iterator[list[int]]:
+    """Forward the signals that would end the sweep to all jobs that run; none outlives the block.
 
     The third signal kills them. Yields the list of signals so far.
     """
@@ -248,21 +262,7 @@ def passing_on(running: Sequence[JobProcess]) -> Iterator[list[int]]:
     try:
         yield seen
     finally:
+        for job in running:
+            job.send(signal.SIGKILL)
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _verdict(
-    outcome: CommandOutcome | None, code: int | None, signals: Sequence[int]
-) -> CommandOutcome:
-    if signals and (outcome is None or outcome.exit):
-        directory = outcome.directory if outcome is not None else None
-        return replace(interrupted(signals[0]), directory=directory)
-    if outcome is not None:
-        return outcome
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        return CommandOutcome(exit=FAILED, error=f"its process was killed by {name}")
-    return CommandOutcome(
-        exit=code or FAILED, error=f"its process ended with status {code} and no word"
-    )

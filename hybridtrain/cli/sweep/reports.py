@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import struct
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -99,11 +101,8 @@ class Reporter(pl.Callback):
 
     def ask(self, step: int, value: float) -> bool:
         """Report, and wait for the answer; False if there is none."""
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
+        with suppress(OSError), Path(self._path).open("r+b", buffering=0) as file:
+            fd = file.fileno()
             (number,) = _NUMBER.unpack(os.pread(fd, _NUMBER.size, _NUMBER_AT))
             os.pwrite(fd, _REPORT.pack(step, value), 0)
             os.pwrite(fd, _NUMBER.pack(number + 1), _NUMBER_AT)
@@ -113,18 +112,13 @@ class Reporter(pl.Callback):
                 if answered == number + 1:
                     return bool(stop)
                 time.sleep(_LOOK_S)
-            return False
-        finally:
-            os.close(fd)
+        return False
 
     def was_pruned(self) -> bool:
         """Whether the sweep has stopped this job; in any process of it."""
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        with os.fdopen(fd, "rb") as file:
+        with suppress(OSError), Path(self._path).open("rb") as file:
             return bool(_ANSWER.unpack(os.pread(file.fileno(), _ANSWER.size, _ANSWER_AT))[1])
+        return False
 
 
 def reporter(task: Any) -> Reporter | None:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +28,7 @@ from omegaconf import DictConfig
 
 from hybridtrain.cli import explain, hydra_config
 from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.hydra_config import assignments
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher, check_job
 from hybridtrain.cli.sweep.side_by_side import Job
@@ -110,7 +110,7 @@ class OptunaSweeper(JobSweeper):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.launcher.begin()
         directory = self.directory
-        given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        given = [*assignments(self.params), *arguments]
         space, fixed = space_of(given)
         explain.check_groups(given)
         first = self._checked(space, fixed, given)
@@ -137,8 +137,9 @@ class OptunaSweeper(JobSweeper):
         self, space: dict[str, BaseDistribution], fixed: list[str], given: list[str]
     ) -> Job:
         """The job with the first value of each key, which is not run."""
-        values = [f"{key}={_first_of(each)}" for key, each in space.items()]
-        job = checked_job(self.launcher, [*fixed, *values], given)
+        searched: Any = space.items()
+        first = {key: x.choices[0] if hasattr(x, "choices") else x.low for key, x in searched}
+        job = checked_job(self.launcher, [*fixed, *assignments(first)], given)
         if job.config.task.metric is None:
             raise UserError(
                 "task.metric=null: a search needs a metric that the module logs; name it with "
@@ -155,11 +156,8 @@ class OptunaSweeper(JobSweeper):
     def _study(self, directory: Path, direction: Any) -> optuna.Study:
         import optuna
 
-        pruners: dict[str | None, Callable[[], optuna.pruners.BasePruner]] = {
-            None: optuna.pruners.NopPruner,
-            "median": optuna.pruners.MedianPruner,
-            "hyperband": optuna.pruners.HyperbandPruner,
-        }
+        of: Any = optuna.pruners
+        pruners = {"median": of.MedianPruner, "hyperband": of.HyperbandPruner, None: of.NopPruner}
         own = STUDY if self.storage is None else str(directory)
         try:
             study = optuna.create_study(
@@ -251,10 +249,6 @@ def _distribution(override: Override) -> BaseDistribution:
         return kind(value.start, value.stop, step=value.step)
     # As texts: what Hydra would write on the command line is not always a value of Optuna's.
     return of.CategoricalDistribution(tuple(override.sweep_string_iterator()))
-
-
-def _first_of(each: Any) -> Any:
-    return each.choices[0] if hasattr(each, "choices") else each.low
 
 
 def _grid_of(key: str, each: Any) -> Sequence[Any]:
@@ -403,7 +397,7 @@ class LiveTable:
             end = "-" if trial.value is None else charts.number(trial.value)
             now = "-" if last is None else charts.number(told[last])
             n_reports = 0 if last is None else last + 1
-            values = " ".join(brief(f"{key}={each}") for key, each in trial.params.items())
+            values = " ".join(map(brief, assignments(trial.params)))
             row = f"{trial.number:<4}  {trial.state.name.lower():8}  {end:{len(head)}}"
             lines.append(f"{row}  {now:8}  {n_reports:<7}  {values}")
         if best is not None:
@@ -445,9 +439,8 @@ class SearchRun:
             raise Lost("no job of the search has returned a metric")
 
     def _job(self, trial: FrozenTrial | Trial, more: Sequence[str] = ()) -> Job:
-        values = [f"{key}={value}" for key, value in trial.params.items()]
-        total = self._search.n_trials
-        return self._launcher.job([*self._fixed, *values], trial.number, total, more)
+        overrides = [*self._fixed, *assignments(trial.params)]
+        return self._launcher.job(overrides, trial.number, self._search.n_trials, more)
 
     def _ending(self, trial: FrozenTrial) -> CommandOutcome:
         """The outcome of a trial that was finished before the search went on."""
@@ -540,9 +533,8 @@ class SearchRun:
         best, trials = self._winner(), self._study.get_trials(deepcopy=False)
         command = ""
         if best is not None:
-            values = [f"{key}={value}" for key, value in best.params.items()]
-            options = [*job_process.FLAGS, *(x for x in self._fixed if not _is_resume(x)), *values]
-            command = shlex.join(["python", "-m", "hybridtrain", *options])
+            fixed = [x for x in self._fixed if not x.startswith("resume=")]
+            command = job_process.command_of([*fixed, *assignments(best.params)])
             value = charts.number(best.value or 0.0)
             said = f"the best is job {best.number}, {self._metric} {value}:\n  {command}"
             job_launcher.LAST_WORDS[:] = [said]
@@ -560,10 +552,6 @@ class SearchRun:
             ],
         }
         write_whole(self._search.directory / SEARCH_FILE, as_json(content).encode())
-
-
-def _is_resume(override: str) -> bool:
-    return override.startswith("resume=")
 
 
 def _importance(study: optuna.Study) -> dict[str, float]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,15 +68,13 @@ def run_jobs(
         listen: called between two looks at the processes, with the seconds until the next.
     """
     room, next_job = Room(at_once), next(jobs, None)
-    running: list[JobProcess] = []
-    about: dict[int, tuple[Job, JobResources]] = {}
-    with _all_or_none(running), passing_on(running) as signals:
+    running: dict[JobProcess, tuple[Job, JobResources]] = {}
+    with passing_on(running) as signals:
         patience_until_s = float("inf")
         while running or (next_job is not None and not signals):
             while next_job and not signals and (resources := room.take(next_job, running)):
                 process = start(next_job, resources)
-                running.append(process)
-                about[process.pid] = next_job, resources
+                running[process] = next_job, resources
                 for signum in signals:  # one that came before it was listed
                     process.send(signum)
                 next_job = next(jobs, None) if room.has_more(len(running)) else None
@@ -85,8 +82,7 @@ def run_jobs(
             if signals and patience_until_s == float("inf"):
                 patience_until_s = time.monotonic() + PATIENCE_S
             for process in [x for x in running if x.code() is not None]:
-                running.remove(process)
-                job, resources = about.pop(process.pid)
+                job, resources = running.pop(process)
                 room.give_back(resources)
                 ended(job, process.outcome(signals))
             if time.monotonic() > patience_until_s:
@@ -95,16 +91,6 @@ def run_jobs(
             if next_job is None and not signals and room.has_more(len(running)):
                 next_job = next(jobs, None)
     return signals[0] if signals else 0
-
-
-@contextmanager
-def _all_or_none(running: list[JobProcess]) -> Iterator[None]:
-    """Let no job outlive an error of the sweep."""
-    try:
-        yield
-    finally:
-        for process in running:
-            process.send(signal.SIGKILL)
 
 
 class Room:
@@ -136,7 +122,7 @@ class Room:
         """Whether there may be room for one more job."""
         return n_running < self._at_once if self._at_once != "auto" else bool(self._cores)
 
-    def take(self, job: Job, running: list[JobProcess]) -> JobResources | None:
+    def take(self, job: Job, running: Collection[JobProcess]) -> JobResources | None:
         """A place for the job beside those that run; None: it has to wait."""
         if self._at_once == 1:
             return None if running else JobResources(reports=job.reports)
@@ -160,7 +146,7 @@ class Room:
         self._cores = sorted({*self._cores, *resources.cores})
         self._gpus = [*self._gpus, *resources.gpus]
 
-    def _has_memory(self, running: list[JobProcess]) -> bool:
+    def _has_memory(self, running: Collection[JobProcess]) -> bool:
         """Whether those that run may grow to the largest so far, and one more beside them."""
         if time.monotonic() < self._measured_s + _MEASURE_S:
             return False

@@ -321,9 +321,7 @@ class RunMonitor(pl.Callback):
         return self._train_s + now
 
     def _stop_clock(self) -> None:
-        if self._began is not None:
-            self._train_s += time.perf_counter() - self._began
-            self._began = None
+        self._train_s, self._began = self._elapsed_s(), None
 
     def _log(self, trainer: pl.Trainer, stats: RunStats) -> None:
         if not trainer.is_global_zero or not trainer.loggers:
@@ -360,10 +358,7 @@ class RunMonitor(pl.Callback):
             return
         if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
             loss = loss * trainer.accumulate_grad_batches  # Lightning divides it
-        if self._loss_sum is None:
-            self._loss_sum = loss.clone()
-        else:
-            self._loss_sum += loss
+        self._loss_sum = loss.clone() if self._loss_sum is None else self._loss_sum + loss
         self._n_losses += 1
 
     def _fresh_metrics(self, trainer: pl.Trainer) -> dict[str, float]:

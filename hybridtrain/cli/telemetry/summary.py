@@ -19,7 +19,7 @@ from hybridtrain.cli.telemetry.monitor import STATS_FILE, VALIDATED, RunMonitor,
 from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.monitoring.watchdog import Slow, slow_worker, to_stderr
 from hybridtrain.report.advice import Advice
-from hybridtrain.report.runs import SUMMARY_FILE, as_json
+from hybridtrain.report.runs import SUMMARY_FILE, as_json, with_floats
 from hybridtrain.util.files import read_text, short, write_whole
 
 # ---- the checkpoint and metrics that stand for a run --------------------------------------------
@@ -114,15 +114,6 @@ class Summary(RunStats):
         self.slow = None if slow is None else asdict(slow)
 
 
-def _rounded(value: Any) -> Any:
-    """A copy with numbers rounded to four decimal places."""
-    if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_rounded(v) for v in value]
-    return round(value, 4) if isinstance(value, float) else value
-
-
 def left_stats(directory: Path) -> RunStats | None:
     """Read and remove the numbers that the monitor wrote to the run directory, if any."""
     path = directory / STATS_FILE
@@ -138,7 +129,8 @@ def left_stats(directory: Path) -> RunStats | None:
 def write(summary: Summary, directory: Path) -> None:
     """Write ``summary.json``; if that fails, so does the run, because programs wait for it."""
     try:
-        content = {**_rounded(asdict(summary)), "metrics": summary.metrics}
+        rounded = with_floats(asdict(summary), lambda x: round(x, 4))
+        content = {**rounded, "metrics": summary.metrics}
         write_whole(directory / SUMMARY_FILE, as_json(content).encode())
     except OSError as error:
         to_stderr(f"no {SUMMARY_FILE} ({error.strerror})")

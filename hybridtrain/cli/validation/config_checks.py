@@ -168,8 +168,13 @@ OPEN = ("model", "data", "optimizer", "callbacks", "logger")  # groups of argume
 
 def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Run all checks that need neither this machine's hardware nor torch."""
-    if "model" in cfg and OmegaConf.is_dict(cfg.model):
-        _check_complete(cfg)
+    own = "model" in cfg and OmegaConf.is_dict(cfg.model)
+    if own and OmegaConf.is_missing(cfg.model, "_target_"):  # the only key without a default
+        raise UserError(
+            "model=own needs a module: give model._target_=package.Class, your LightningModule "
+            "(model.NAME=VALUE for its arguments), and data._target_=package.Class unless it has "
+            "dataloaders of its own"
+        )
     given = _plain(cfg)
     _check_keys(given, RunOptions, "", cfg)
     _check_keys(given["task"], TaskOptions, "task.", cfg.task)
@@ -179,16 +184,6 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     if given["strategy"].get("_target_") == STRATEGY:
         _check_strategy({k: v for k, v in given["strategy"].items() if k != "_target_"})
     _check_together(given)
-
-
-def _check_complete(cfg: DictConfig) -> None:
-    """Check that the user's own module is named, the only key without a default."""
-    if OmegaConf.is_missing(cfg.model, "_target_"):
-        raise UserError(
-            "model=own needs a module: give model._target_=package.Class, your LightningModule "
-            "(model.NAME=VALUE for its arguments), and data._target_=package.Class unless it has "
-            "dataloaders of its own"
-        )
 
 
 def _plain(node: Any, prefix: str = "") -> Any:

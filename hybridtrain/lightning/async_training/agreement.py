@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 
@@ -33,9 +33,6 @@ from hybridtrain.lightning.hooks.trainer_hooks import save_every, saves_every
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.lightning.step.session import Session
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
 
 
 def agree(session: Session | None, count: UpdateCount | None, collectives: Collectives) -> None:
@@ -61,8 +58,8 @@ def send_writes(session: Session | None, count: UpdateCount | None, starts: bool
 class Validations:
     """All workers validate, or none, although their epochs end at different mini-batches."""
 
-    def __init__(self, trainer: Any, strategy: HybridStrategy) -> None:
-        self._trainer, self._strategy = trainer, strategy
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._strategy = trainer, context_of(trainer)
         self._decided: tuple[int, bool] | None = None  # the epoch, and its decision
         around(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.is_due)
         around(Point.BATCH, trainer.fit_loop.epoch_loop, self.advance)

@@ -122,7 +122,7 @@ class UpdateCount:
     def update(self, proceed: Step, interval: str, update_plateau_schedulers: bool) -> None:
         """Step schedulers by the updates of all workers, in place of Lightning."""
         if interval == "step" and not update_plateau_schedulers:  # after a mini-batch
-            if not accumulates(self._trainer):
+            if not (accumulates(self._trainer) or self._skips_rest()):
                 if self._client.unsettled is not None and self._must_be_exact():
                     self._client.settle()
                 self._step_own(proceed) if self._own else self._catch_up()
@@ -135,6 +135,14 @@ class UpdateCount:
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True
             self._every.end(self._made)
+
+    def _skips_rest(self) -> bool:
+        """``on_train_batch_start`` has returned -1: an epoch ends, and no update was made.
+
+        Lightning steps schedules all the same, so a worker's own ones do, too.
+        """
+        now = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        return not self._own and bool(now.started < now.ready)
 
     def call_for_logged(self) -> None:
         """Step schedules on a plateau of training: all workers may meet next, for a validation."""

@@ -58,12 +58,7 @@ _WEIGHTS = {
     "epoch?": Count,
     "global_step?": Count,
     "pytorch-lightning_version": _Version,
-    "hybridtrain?": {
-        "format": _Format,
-        "epoch": Count,
-        "batches": Count,
-        "loaders": [_LOADER],
-    },
+    "hybridtrain?": {"format": _Format, "epoch": Count, "batches": Count, "loaders": [_LOADER]},
 }
 _GROUP = {
     "params": [Count],

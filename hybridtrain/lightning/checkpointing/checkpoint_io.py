@@ -20,9 +20,9 @@ import io
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.memory.scratch_file import Scratch
+from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.files import seal, write_whole
 
 _MOST = 2  # checkpoints in memory
@@ -52,14 +53,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
         self._n_kept = 0  # checkpoints in memory
         self._kept_back: list[str] = []  # to be deleted after the next successful write
 
-    @contextmanager
-    def deferring(self) -> Iterator[None]:
+    def deferring(self) -> AbstractContextManager[None]:
         """Let ``save_checkpoint`` return before the file is written."""
-        former, self.defers = self.defers, True
-        try:
-            yield
-        finally:
-            self.defers = former
+        return temporarily(self, defers=True)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -142,7 +138,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             try:
                 super().remove_checkpoint(path)
             except OSError as error:
-                self.unsaved.cannot_delete(path, error)
+                rank_zero_warn(f"the old checkpoint {path} could not be deleted ({error.strerror})")
                 self._kept_back.append(path)
                 return
         self.unsaved.unwanted(path)
@@ -216,10 +212,6 @@ class Unsaved:
         """Record that the file is no longer wanted."""
         if self.lost.pop(path, None) is not None:
             self._leave()
-
-    def cannot_delete(self, path: str, error: OSError) -> None:
-        """Warn that an old file stays."""
-        rank_zero_warn(f"the old checkpoint {path} could not be deleted ({error.strerror})")
 
     def _leave(self) -> None:
         if self.room:

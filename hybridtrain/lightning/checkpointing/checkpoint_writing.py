@@ -18,11 +18,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.agreement import count_all_updates
 from hybridtrain.lightning.checkpointing.checkpoint_content import Restoration
-from hybridtrain.lightning.checkpointing.checkpoint_io import (
-    Unsaved,
-    WholeCheckpointIO,
-    heard,
-)
+from hybridtrain.lightning.checkpointing.checkpoint_io import Unsaved, WholeCheckpointIO, heard
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import (
     checkpoint_plugin,

@@ -91,26 +91,6 @@ def _order(state: dict[str, Any]) -> Order:
     return lambda epoch: order
 
 
-def describe(
-    epoch: int,
-    batches: int,
-    samplers: Sequence[EpochSampler],
-    unseen: dict[LoaderPass, Spans],
-    owes: bool,
-) -> dict[str, Any]:
-    """The entry under the key.
-
-    Args:
-        epoch: the current epoch, or the next.
-        batches: mini-batches of it that are done.
-        samplers: of the training loaders.
-        unseen: see :meth:`EpochSampler.progress`.
-        owes: see there.
-    """
-    loaders = [_state(s, unseen, owes) for s in samplers if s.has_begun(epoch)]
-    return {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
-
-
 def others_go_on(samplers: Sequence[EpochSampler], ours: dict[str, Any]) -> bool:
     """Whether this worker has done its last mini-batch, and other workers have not."""
     ended = any(sampler.ended for sampler in samplers)
@@ -159,7 +139,8 @@ def validate_again(loops: dict[str, Any], before: int) -> None:
     progress["is_last_batch"] = False
 
 
-def _state(sampler: EpochSampler, unseen: dict[LoaderPass, Spans], owes: bool) -> dict[str, Any]:
+def rest_of(sampler: EpochSampler, unseen: dict[LoaderPass, Spans], owes: bool) -> dict[str, Any]:
+    """What is left of a loader's pass; ``unseen``, ``owes``: see :meth:`EpochSampler.progress`."""
     lap, batches, spans = sampler.progress(unseen, owes)
     source, indices, sizes = sampler.source, None, None
     if not isinstance(source, Seeded):  # it cannot be drawn again

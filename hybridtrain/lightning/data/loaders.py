@@ -14,18 +14,18 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.expected_updates import batches_of, plan_behind
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
 from hybridtrain.lightning.checkpointing.mid_epoch import (
+    FORMAT,
     KEY,
     EpochEnds,
     EpochPosition,
     count_from_zero,
-    describe,
     others_go_on,
     read,
     reopen,
+    rest_of,
     validate_again,
 )
 from hybridtrain.lightning.checkpointing.rng_state import RngState
@@ -61,7 +61,6 @@ from hybridtrain.lightning.hooks.points import Point, around, before, instead
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.saved_states import WORKERS
-from hybridtrain.options.strategy_arguments import StrategyArguments
 from hybridtrain.protocol.messages import Visits
 from hybridtrain.recording.run_description import data_teller
 from hybridtrain.training.samplers import EpochPlan, EpochSampler, QueueSampler, ShareSampler
@@ -74,21 +73,13 @@ class Loaders:
     Args:
         trainer: of this worker.
         client: to the server.
-        requirements: whether mini-batches are fixed shares, drawn from the shared queue, or dealt.
-        options: the user's, about data.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        client: Client,
-        requirements: Requirements,
-        options: StrategyArguments,
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
         self._trainer: Any = trainer
-        self._client, self._requirements = client, requirements
-        self._options = options
-        self._tell = data_teller(client, context_of(trainer).recording is None)
+        self._client, context = client, context_of(trainer)
+        self._requirements, self._options = context.requirements, context.data_options
+        self._tell = data_teller(client, context.recording is None)
         self.samplers: list[EpochSampler] = []
         self._remembers = False
         self._made_in_epoch: int | None = None
@@ -106,7 +97,7 @@ class Loaders:
         loop = trainer.fit_loop.epoch_loop
         loops = (loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         self._validation, *_ = [
-            UnevenEvaluation(each, trainer, client, self._begin_evaluation) for each in loops
+            UnevenEvaluation(each, trainer, self._begin_evaluation) for each in loops
         ]
         before(Point.EVALUATION, loop.val_loop, self.begin_validation)
         before(Point.FIT_RESET, trainer.fit_loop, self.set_epochs)
@@ -356,7 +347,9 @@ class Loaders:
         committed = self._former if alone else self._committed
         if committed is not None and committed[0] == epoch:
             batches = committed[1]
-        ours = describe(epoch, batches, self.samplers, unseen, alone)
+        begun = [sampler for sampler in self.samplers if sampler.has_begun(epoch)]
+        loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
+        ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
         if others_go_on(self.samplers, ours):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
             checkpoint = self._ends.reopened(checkpoint)

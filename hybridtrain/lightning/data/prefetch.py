@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
-from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves
@@ -22,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from hybridtrain.lightning.hooks.loop_hooks import training_fetcher
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.device import Lane, Streams
-from hybridtrain.worker.replica import Replica
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -106,19 +104,10 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) or not hasattr(leaf, "to")
 
 
-def ahead(exchange: Replica, trainer: Any) -> Ahead | None:
-    """Prefetching for a worker on a device; ``None`` on the host."""
-    return None if exchange.streams is None else Ahead(exchange.streams, trainer)
-
-
 def leaves_transfer_alone(trainer: Any) -> bool:
     """Whether the transfer of a mini-batch is a plain copy."""
-    module, data = trainer.lightning_module, trainer.datamodule
-    own = any(is_overridden(hook, module, parent=LightningModule) for hook in _HOOKS)
-    own = own or (
-        data is not None
-        and any(is_overridden(hook, data, parent=LightningDataModule) for hook in _HOOKS)
-    )
+    users = (trainer.lightning_module, trainer.datamodule)  # there may be no data module
+    own = any(is_overridden(hook, each) for each in users for hook in _HOOKS)
     return not own and type(trainer.precision_plugin).convert_input is Precision.convert_input
 
 

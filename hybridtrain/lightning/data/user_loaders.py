@@ -41,10 +41,7 @@ from hybridtrain.worker.client import Client
 
 
 def plan_of(
-    dataloader: DataLoader[Any],
-    order: Order,
-    sizes: tuple[int, ...] | None,
-    n_workers: int,
+    dataloader: DataLoader[Any], order: Order, sizes: tuple[int, ...] | None, n_workers: int
 ) -> EpochPlan:
     """The plan by which workers share the loader's mini-batches.
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import ProgressBar
-from pytorch_lightning.loggers import CSVLogger
 
 from hybridtrain.lightning.async_training.counting import LogEvery
 from hybridtrain.lightning.collectives import Collectives
@@ -51,8 +50,7 @@ class LeaderFailover:
     def _take_over(self) -> None:
         trainer = self._trainer
         for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                keep_rows(logger)
+            keep_rows(logger)
         if isinstance(trainer.log_every_n_steps, LogEvery):
             trainer.log_every_n_steps.pass_over(self._client.lost_at)
         for callback in trainer.callbacks:

@@ -9,7 +9,7 @@ and nothing changes before these have done their own shares. From the next epoch
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -27,23 +27,21 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     training_fetcher,
 )
 from hybridtrain.lightning.hooks.points import Point, around
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.spans import Spans, total
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
 
 
 def prepare_for_losses(
-    strategy: HybridStrategy, trainer: Any, loaders: Loaders, back: Rejoin | None
+    trainer: Any, loaders: Loaders, back: Rejoin | None
 ) -> LostSampleRedistribution | None:
     """Prepare this worker, at the start of training, for the loss of others.
 
     Args:
-        strategy: of this worker; its ``on_failure`` says which parts are needed.
-        trainer: of this worker.
+        trainer: of this worker; ``on_failure`` of its strategy says which parts are needed.
         loaders: of this worker.
         back: if this worker has been restarted.
     """
+    strategy = context_of(trainer)
     choice, whole_rounds = strategy.on_failure.choice, strategy.requirements.whole_rounds
     if choice == "stop":
         return None
@@ -52,26 +50,24 @@ def prepare_for_losses(
     LeaderFailover(trainer, strategy.client)
     continues = choice == "continue"
     loaders.remember(continues and whole_rounds)
-    state = RejoinState(trainer, loaders, strategy.rng_mailbox, back, strategy.on_failure.tells)
+    state = RejoinState(trainer, loaders, back)
     if whole_rounds and not continues:  # a restarted worker keeps its place
         return None
-    return LostSampleRedistribution(strategy, trainer, loaders, state.keep)
+    return LostSampleRedistribution(trainer, loaders, state.keep)
 
 
 class LostSampleRedistribution:
     """Continues an epoch that lost workers left unfinished.
 
     Args:
-        strategy: of this worker.
         trainer: of this worker.
         loaders: of this worker.
         keep: sends the parent the state of training after the last update.
     """
 
-    def __init__(
-        self, strategy: HybridStrategy, trainer: Any, loaders: Loaders, keep: Callable[[], None]
-    ) -> None:
-        self._strategy, self._trainer, self._loaders = strategy, trainer, loaders
+    def __init__(self, trainer: Any, loaders: Loaders, keep: Callable[[], None]) -> None:
+        self._trainer, self._loaders = trainer, loaders
+        self._strategy = strategy = context_of(trainer)
         self._client, self._position, self._keep = strategy.client, loaders.position, keep
         self._whole_rounds = strategy.requirements.whole_rounds
         around(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.look)

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.loggers import CSVLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
@@ -96,27 +95,19 @@ class RejoinState:
     Args:
         trainer: of this worker.
         loaders: of this worker.
-        pages: for this worker's RNG states, in lock-step.
         back: if this worker itself has been restarted.
-        asked: whether the parent may ask, in the middle of a step; else the worker sends by itself.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        loaders: Loaders,
-        pages: RngMailbox | None,
-        back: Rejoin | None,
-        asked: bool,
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, loaders: Loaders, back: Rejoin | None) -> None:
         self._trainer: Any = trainer
-        self._client = context_of(trainer).client
+        context = context_of(trainer)
+        self._client, pages = context.client, context.rng_mailbox
         self._loaders, self._pages, self._back = loaders, pages, back
         self._kept_in: int | None = None  # the epoch of the last state that the parent keeps
         self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
         self._begun: int | None = None  # the version at the beginning of the current step
         self._generators: dict[str, Any] = {}  # RNG states before its first mini-batch was fetched
-        if asked:
+        if context.on_failure.tells:  # else the worker sends by itself
             before(Point.FETCH, trainer.fit_loop.epoch_loop, self.fetch)
             self._client.listeners.on_question(self.tell)
         if pages is not None:
@@ -217,7 +208,7 @@ class Rejoin:
         """Let loggers continue their files; called before they are opened."""
         for logger, content in zip(self._trainer.loggers, self._ours["loggers"], strict=True):
             vars(logger).update(content)
-            if isinstance(logger, CSVLogger) and self._trainer.is_global_zero:
+            if self._trainer.is_global_zero:
                 keep_rows(logger)
 
     def load(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _BLANK = -2  # less than the version before the first
 _BEFORE, _AFTER = 0, 1  # the fetching, the push
 
 
-class RngMailbox:
+class RngMailbox(SharedBytes):
     """Every worker's RNG states in shared memory, where the process that replaces it reads them.
 
     A worker cannot send them when it dies, so it writes them as it goes: before it fetches the
@@ -30,7 +30,7 @@ class RngMailbox:
     """
 
     def __init__(self, n_workers: int) -> None:
-        self._shared = SharedBytes(2 * n_workers * (_HEAD.size + _ROOM))
+        super().__init__(2 * n_workers * (_HEAD.size + _ROOM))
         for worker in range(n_workers):
             for page in (_BEFORE, _AFTER):
                 self._blank(self._place(worker, page))
@@ -50,32 +50,27 @@ class RngMailbox:
         """The states with which the worker would fetch for update ``version`` + 1, if known."""
         for page, wanted in ((_BEFORE, (version, 0)), (_AFTER, (version - 1, breaks))):
             place = self._place(worker, page)
-            *found, n_bytes = _HEAD.unpack_from(self._shared.map, place)
+            *found, n_bytes = _HEAD.unpack_from(self.map, place)
             if tuple(found) == wanted:
                 begin = place + _HEAD.size
-                return _tensors(pickle.loads(self._shared.map[begin : begin + n_bytes]))
+                return _tensors(pickle.loads(self.map[begin : begin + n_bytes]))
         return None
-
-    def close(self) -> None:
-        """Release the shared memory."""
-        self._shared.close()
 
     def _place(self, worker: int, page: int) -> int:
         return (2 * worker + page) * (_HEAD.size + _ROOM)
 
     def _blank(self, place: int) -> None:
-        _HEAD.pack_into(self._shared.map, place, _BLANK, 0, 0)
+        _HEAD.pack_into(self.map, place, _BLANK, 0, 0)
 
     def _write(self, place: int, version: int, breaks: int, states: dict[str, Any]) -> None:
         """Write a page, blank until it is whole: this process may be killed in the middle."""
         self._blank(place)
-        shared = self._shared.map
         plain = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in states.items()}
         content = pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL)
         if len(content) <= _ROOM:
             begin = place + _HEAD.size
-            shared[begin : begin + len(content)] = content
-            _HEAD.pack_into(shared, place, version, breaks, len(content))
+            self.map[begin : begin + len(content)] = content
+            _HEAD.pack_into(self.map, place, version, breaks, len(content))
 
 
 def _tensors(states: dict[str, Any]) -> dict[str, Any]:

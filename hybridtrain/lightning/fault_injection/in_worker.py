@@ -37,14 +37,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import dumper
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import Push
 from hybridtrain.server.server import Server
-from hybridtrain.testing.faults import (
-    KINDS,
-    Fault,
-    FaultLog,
-    Schedule,
-    check_workers,
-    happened,
-)
+from hybridtrain.testing.faults import KINDS, Fault, FaultLog, Schedule, check_workers, happened
 from hybridtrain.util import files
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.pending_push import Taking, Undoing
@@ -142,16 +135,11 @@ def _struck(pool: Any, due: Sequence[tuple[int, Fault]], run: Callable[[], Any])
         while left:
             _strike(*left.pop())
 
-    def halfway(function: Callable[[int, Any], Any], tasks: Sequence[Any]) -> Any:
+    def halfway(function: Callable[[int, Any], Any], tasks: Sequence[Any]) -> list[Any]:
         middle = len(tasks) // 2
-        numbered = list(enumerate(tasks))
-
-        def each(lane: int, task: tuple[int, Any]) -> Any:
-            if task[0] == middle:
-                strike()
-            return function(lane, task[1])
-
-        return type(pool).map(pool, each, numbered)
+        results = type(pool).map(pool, function, tasks[:middle])
+        strike()
+        return results + type(pool).map(pool, function, tasks[middle:])
 
     pool.map = halfway
     try:

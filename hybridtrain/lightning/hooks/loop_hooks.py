@@ -219,13 +219,8 @@ def is_limited(trainer: Any) -> bool:
     return isinstance(limit, int) or limit not in (1.0, None)  # 1 is one mini-batch, 1.0 all
 
 
-def fetched_batches(trainer: Any) -> int:
-    """The number of training mini-batches fetched in this epoch, which a limit may end."""
-    return int(training_fetcher(trainer).fetched)
-
-
 def set_fetched_batches(trainer: Any, fetched: int) -> None:
-    """Set it: others are to be fetched in place of the last ones."""
+    """Set the fetched mini-batches of this epoch: others take the place of the last ones."""
     fetcher = training_fetcher(trainer)
     fetcher.fetched = fetched
     if fetcher.length is not None:
@@ -372,11 +367,6 @@ def show_metrics(trainer: Any, metrics: dict[str, dict[str, Any]]) -> None:
     """Add to each of them."""
     for name, values in metrics.items():
         getattr(trainer._logger_connector, name).update(values)
-
-
-def reset_metrics(trainer: Any) -> None:
-    """Empty the collections."""
-    trainer._logger_connector.reset_metrics()
 
 
 def log_connector(trainer: Any) -> Any:

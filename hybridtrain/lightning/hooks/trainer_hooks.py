@@ -8,12 +8,8 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
-from pytorch_lightning.strategies.launchers import (
-    _MultiProcessingLauncher as ProcessLauncher,
-)
-from pytorch_lightning.strategies.launchers import (
-    _SubprocessScriptLauncher as ScriptLauncher,
-)
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as ProcessLauncher
+from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from pytorch_lightning.strategies.launchers.launcher import _Launcher as Launcher
 from pytorch_lightning.strategies.launchers.multiprocessing import (
     _GlobalStateSnapshot as GlobalState,

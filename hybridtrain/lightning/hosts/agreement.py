@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 import hybridtrain
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.options.strategy_arguments import LightningArguments
 from hybridtrain.util.option_types import hints
@@ -107,9 +108,7 @@ def compare_configuration(content: Mapping[str, Any]) -> None:
     )
 
 
-def compare_workers(
-    client: Client, trainer: Trainer, plans: Sequence[EpochPlan], n_hosts: int
-) -> None:
+def compare_workers(trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
     """Compare what only workers know: optimizers, their loaders' plans, where training goes on.
 
     A replay in one process compares it, too, so it says nothing of the machine.
@@ -117,6 +116,7 @@ def compare_workers(
     Raises:
         UserError: if those of two hosts differ.
     """
+    client, n_hosts = context_of(trainer).client, context_of(trainer).hosts_of_run
     mine = {
         "name": f"host {client.worker // (client.n_workers // n_hosts)}",
         "optimizers": {

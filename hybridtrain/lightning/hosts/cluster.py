@@ -63,7 +63,7 @@ def place_of(num_nodes: int, environment: ClusterEnvironment | None) -> HostPlac
             f"node_rank() must be from 0 to {num_nodes - 1}"
         )
     address, port = environment.main_address, environment.main_port
-    return HostPlace(host=host, n_hosts=num_nodes, address=address, port=port, engine=name)
+    return HostPlace(host=host, n_hosts=num_nodes, address=address, port=port)
 
 
 def _check_alone(environment: ClusterEnvironment | None) -> None:

@@ -6,19 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.lightning.hosts.agreement import about_this_host, differences
-from hybridtrain.lightning.hosts.cluster import (
-    address_towards,
-    handed_over,
-    key_of,
-    take_key,
-)
+from hybridtrain.lightning.hosts.cluster import address_towards, handed_over, key_of, take_key
 from hybridtrain.lightning.results.worker_result import WorkerResult
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, read
@@ -56,10 +51,10 @@ def with_other_hosts(
         return train(None)
     path, about = strategy.data_options["hosts_key"], about_this_host(strategy, trainer, arguments)
     with ExitStack() as stack:
-        gathering = stack.enter_context(_gathering(place, path, about))
-        there = list(gathering.wait_for(strategy.min_hosts).values())
-        arrivals = gathering.arrivals
-        if not strategy.hosts_come:
+        others = stack.enter_context(gathering(place, path, about))
+        others.wait_for(strategy.min_hosts)
+        there, arrivals = list(others.found.values()), others.arrivals
+        if not strategy.on_failure.tells:  # then none may come while training runs
             stack.close()
             arrivals = list
         hosts = Hosts(there, place.n_hosts, strategy.local_workers, arrivals)
@@ -73,7 +68,7 @@ def with_other_hosts(
             over = Over(error=f"{type(error).__name__}: {error}")
             raise
         finally:
-            hosts.conclude(over, gathering.last_arrivals())
+            hosts.conclude(over, others.last_arrivals())
         return results
 
 
@@ -87,70 +82,50 @@ def _whole(results: list[Any], scratch: Scratch) -> list[Any]:
     ]
 
 
-def gathered(
-    place: HostPlace,
-    path: str | Path | None,
-    about: Mapping[str, Any],
-    patience_s: float = PATIENCE_S,
-    found: dict[int, HostConnection] | None = None,
-) -> dict[int, HostConnection]:
-    """On host 0: the connections to all other hosts by number, once each has come.
+@contextmanager
+def gathering(
+    place: HostPlace, path: str | Path | None, about: Mapping[str, Any]
+) -> Iterator[Gathering]:
+    """On host 0: let other hosts come until the context ends.
 
     Args:
         path: the file with the key.
         about: what must agree.
-        found: filled in as they come.
-
-    Raises:
-        UserError: if one does not come in time, or does not fit.
-        Interrupted: at a signal.
     """
-    with _gathering(place, path, about) as gathering:
-        return gathering.wait_for(place.n_hosts, patience_s, found)
-
-
-@contextmanager
-def _gathering(
-    place: HostPlace, path: str | Path | None, about: Mapping[str, Any]
-) -> Iterator[_Gathering]:
-    """Let other hosts come until the context ends."""
     key = key_of(place, path)
     address = address_towards(place) if place.store_port else place.address
     listener = Listener(address, place.port, key, about)
     try:
         with handed_over(place, listener.port, key, path):
-            yield _Gathering(listener, place.n_hosts, about)
+            yield Gathering(listener, place.n_hosts, about)
     finally:
         listener.close()
 
 
 @dataclass
-class _Gathering:
+class Gathering:
     """Accepts the other hosts of a run, and refuses hosts that do not fit.
 
     Args:
         listener: of host 0.
         n_hosts: of the run.
         about: host 0.
+        found: the connections to other hosts, by number, as they come.
     """
 
     listener: Listener
     n_hosts: int
     about: Mapping[str, Any]
+    found: dict[int, HostConnection] = field(default_factory=dict)
 
-    def wait_for(
-        self,
-        least: int,
-        patience_s: float = PATIENCE_S,
-        found: dict[int, HostConnection] | None = None,
-    ) -> dict[int, HostConnection]:
-        """The connections to other hosts, once ``least`` hosts are there, this one included.
+    def wait_for(self, least: int, patience_s: float = PATIENCE_S) -> None:
+        """Wait until ``least`` hosts are there, this one included.
 
         Raises:
             UserError: if one does not come in time, or does not fit.
             Interrupted: at a signal.
         """
-        found = {} if found is None else found
+        found = self.found
         caught: list[int] = []
         began_s = said_s = time.monotonic()
         with DefaultSelector() as selector, caught_signals(caught, selector):
@@ -179,16 +154,16 @@ class _Gathering:
                     to_stderr(
                         f"waiting at port {self.listener.port} for host {names} of {self.n_hosts}"
                     )
-        return found
 
     def _check(self, connection: HostConnection, found: Mapping[int, HostConnection]) -> None:
         if (reason := differences(self.about, connection.about)) is not None:
             raise UserError(f"host {connection.host} does not fit: {reason}")
         if connection.host in found or connection.host >= self.n_hosts:
+            taken = "there already" if connection.host in found else "one too many"
             raise UserError(
                 f"num_nodes={self.n_hosts} was given, and a host that says it is host "
-                f"{connection.host} has come, which is {_taken(connection.host, found)}; "
-                f"give each host a NODE_RANK of its own, from 0 to {self.n_hosts - 1}"
+                f"{connection.host} has come, which is {taken}; give each host a NODE_RANK of its "
+                f"own, from 0 to {self.n_hosts - 1}"
             )
 
     def _came(self) -> list[HostConnection]:
@@ -214,10 +189,6 @@ class _Gathering:
                 to_stderr(f"turned away: {error}")
                 connection.close()
         return fit
-
-
-def _taken(host: int, found: Mapping[int, HostConnection]) -> str:
-    return "there already" if host in found else "one too many"
 
 
 def joined(

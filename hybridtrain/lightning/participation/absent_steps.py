@@ -33,12 +33,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import WeightAveraging
 from torchmetrics import Metric
 
-from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.hooks.loop_hooks import (
-    fetched_batches,
     forget_batch,
     forget_group,
     is_at_last_batch,
@@ -60,9 +59,10 @@ from hybridtrain.lightning.participation.logged_metrics import (
     take_entries,
     take_steps,
 )
-from hybridtrain.lightning.run_context import checkpoints_of
+from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.monitoring.hang_detector import Doing
+from hybridtrain.util.attributes import temporarily
 from hybridtrain.worker.client import Client
 
 if TYPE_CHECKING:
@@ -84,14 +84,12 @@ class Absence:
         trainer: of this worker.
         client: to the server.
         loaders: know whether this worker has samples in a step.
-        requirements: whether all workers take the same steps.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, client: Client, loaders: Loaders, requirements: Requirements
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, client: Client, loaders: Loaders) -> None:
         self._trainer: Any = trainer
         self._client, self._loaders = client, loaders
+        requirements = context_of(trainer).requirements
         self._requirements, self._whole_rounds = requirements, requirements.whole_rounds
         self._session: Session | None = None
         self.stopping = Stopping(trainer, client, requirements.whole_rounds)
@@ -143,7 +141,10 @@ class Absence:
                 raise
             if not self._has_nothing():
                 raise
-            self._sit_out() if self._whole_rounds else self._end_epoch()
+            if not self._whole_rounds:
+                self._end_epoch()
+            elif self._sit_out():
+                raise
             return
         self._has_had_some |= self._loop.batch_progress.current.ready != ready
         self._tell_outcome()
@@ -166,13 +167,14 @@ class Absence:
     # ---- in lock-step ---------------------------------------------------------------------------
 
     def step_is_made(self) -> None:
-        """In a worker with samples: the step is made."""
-        if self.uncounted is not None and self.uncounted.happened:
+        """In a worker with samples: the step is made, or a hook ends the epoch instead."""
+        if self.uncounted is not None and not self._client.counted:
             raise DoesNotCount
         self._look_who_waits()
         self.gradients_are_there()
         if _MADE in self._to_come:
-            self._come_to(_MADE, steps_of(self._loop))
+            now: Any = self._loop.batch_progress.current
+            self._come_to(_MADE, (steps_of(self._loop), now.started < now.ready))
 
     def _look_who_waits(self) -> None:
         if not self._whole_rounds or self._sits_out:
@@ -201,40 +203,57 @@ class Absence:
         self._client.gather(where, item, patient=True)
 
     def _tell_outcome(self) -> None:
-        """The mini-batch has ended: send its outcome to workers that skipped it."""
+        """The mini-batch has ended: send its outcome, and hooks' writes, to workers without it."""
         if _ENDED in self._to_come:
-            self._come_to(_ENDED, StepOutcome.of(self._trainer, checkpoints_of(self._trainer)))
+            assert self._session is not None, "training has begun"
+            outcome = StepOutcome.of(self._trainer, checkpoints_of(self._trainer))
+            self._come_to(_ENDED, (outcome, self._session.replica.apart()))
 
-    def _sit_out(self) -> None:
-        """Skip a step: only count as Lightning does, and contribute accumulated gradients."""
+    def _sit_out(self) -> bool:
+        """Skip a step: only count as Lightning does, and contribute accumulated gradients.
+
+        Returns whether a hook of the others ends the epoch instead.
+        """
         assert self._session is not None, "training has begun"
         loop, progress = self._loop, self._loop.batch_progress
         progress.is_last_batch = training_fetcher(self._trainer).done
         progress.increment_ready()
         progress.increment_started()
         together, version = self._loaders.pass_over(), self._client.expected_version
-        self._sits_out = True
-        try:
+        with temporarily(self, _sits_out=True):
             self._client.gather(_READY, None, patient=True)
             if self._takes_part:
                 self._step_without_samples(self._session, together)
             else:
                 self._session.sit_out()
-            take_steps(loop, self._await_step(self._session, together))
+            steps, ended = self._await_step(self._session, together) or (None, False)
+            take_steps(loop, steps)
             self._catch_up(self._session)
             made = self._session.has_own_parameters or self._client.version > version
             self._loaders.commit(self._session.owes, made)
             progress.increment_processed()
-        finally:
-            self._sits_out = False
-        self._schedule(made)
+        self._schedule(made or ended)  # as Lightning does where a hook ends the epoch
         outcomes = self._client.gather(_ENDED, None, patient=True)
-        for outcome in [each for each in outcomes if each is not None][:1]:
+        if made:
+            self._average_weights()
+        for outcome, writes in [each for each in outcomes if each is not None][:1]:
             outcome.give(self._trainer, checkpoints_of(self._trainer))
+            self._session.repeat(writes)
         progress.increment_completed()
+        return ended
+
+    def _average_weights(self) -> None:
+        """Let callbacks average the parameters after a step, as in the other workers."""
+        trainer, index = self._trainer, self._loop.batch_idx
+        for callback in trainer.callbacks:
+            if isinstance(callback, WeightAveraging):
+                callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, index)
 
     def _await_step(self, session: Session, together: float | None) -> Any:
-        """The counters of a worker that had samples in the step; ``None``: all were lost."""
+        """Counters of a worker with samples in the step, and whether its hook ends the epoch.
+
+        ``None``: all such workers were lost.
+        """
         while True:
             known = self._client.gather(_MADE, None, patient=True)
             steps = next((each for each in known if each is not None), None)
@@ -345,7 +364,7 @@ class Uncounted:
 
     Args:
         trainer: of this worker.
-        client: receives whether the last push counted.
+        client: counts pushes.
     """
 
     def __init__(self, trainer: pl.Trainer, client: Client) -> None:
@@ -358,17 +377,12 @@ class Uncounted:
         self._metrics: list[tuple[Metric, Any]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    @property
-    def happened(self) -> bool:
-        """Whether the last step did not count."""
-        return not self._client.counted
-
     @torch.no_grad()
     def keep(self) -> None:
         """Save, before a mini-batch."""
         self._client.count_pushes()
         self._counts = [vars(each).copy() for each in (self._batches.total, self._batches.current)]
-        self._fetched = fetched_batches(self._trainer)
+        self._fetched = training_fetcher(self._trainer).fetched
         module = self._trainer.lightning_module
         results = training_results(self._trainer)
         # Entries get other tensors, never other values in the same one.

@@ -22,7 +22,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.worker.client import Client
+from hybridtrain.util.attributes import temporarily
 
 
 class UnevenEvaluation:
@@ -31,18 +31,13 @@ class UnevenEvaluation:
     Args:
         loop: the loop.
         trainer: of this worker.
-        client: to the server.
         begin: called with the workers that share the samples, before loaders are made.
     """
 
     def __init__(
-        self,
-        loop: Any,
-        trainer: pl.Trainer,
-        client: Client,
-        begin: Callable[[tuple[int, ...]], None],
+        self, loop: Any, trainer: pl.Trainer, begin: Callable[[tuple[int, ...]], None]
     ) -> None:
-        self._loop, self._client = loop, client
+        self._loop, self._client = loop, context_of(trainer).client
         self._trainer: Any = trainer
         self._begin = begin
         self._roll: list[str] | None = None  # every worker's part in the current evaluation
@@ -65,8 +60,7 @@ class UnevenEvaluation:
     def setup_data(self, proceed: Callable[[], None]) -> None:
         """Allow workers without samples; apply the limit on predictions to all workers together."""
         module, trainer = self._trainer.lightning_module, self._trainer
-        name = "allow_zero_length_dataloader_with_multiple_devices"
-        allowed, limit = getattr(module, name), trainer.limit_predict_batches
+        limit = trainer.limit_predict_batches
         known = self._batches
         if known is not None:
             set_evaluation_batches(self._loop, known)
@@ -74,14 +68,13 @@ class UnevenEvaluation:
             give_loaders(self._loop, None)
             self._shared = sharing
         self._begin(sharing)
-        setattr(module, name, True)
         if self._predicts and isinstance(limit, float) and limit > 0:
-            trainer.limit_predict_batches = 1.0  # `Dealt` applies the limit
-        try:
+            limit = 1.0  # `Dealt` applies the limit
+        with (
+            temporarily(module, allow_zero_length_dataloader_with_multiple_devices=True),
+            temporarily(trainer, limit_predict_batches=limit),
+        ):
             proceed()
-        finally:
-            setattr(module, name, allowed)
-            trainer.limit_predict_batches = limit
         if not self._predicts:
             self._show_batches(known)
 
@@ -116,9 +109,8 @@ class UnevenEvaluation:
         self._roll, self.before = None, total.completed
         if not self._predicts and self._loop.restarted_mid_evaluation:
             total.ready = total.started = total.completed  # Lightning resets only the current ones
-        self._runs = True
-        result = proceed()
-        self._runs = False
+        with temporarily(self, _runs=True):
+            result = proceed()
         if self._client.n_workers > 1 and self._loop.max_batches:  # else no worker has any
             rests = self._roll is None
             roll = self._rest() if rests else self._roll
@@ -151,8 +143,7 @@ class UnevenEvaluation:
         """Let resting workers take over the outcome of the first participant that is not lost."""
         trainer = self._trainer
         # All workers have the trainer's callbacks; those of the module vary.
-        own = context_of(trainer).trainer_callbacks
-        callbacks = trainer.callbacks if own is None else own
+        callbacks = context_of(trainer).trainer_callbacks
         mine = None if rests else StepOutcome.of(trainer, callbacks, collects=True)
         known = self._client.gather("end of an evaluation", mine, patient=True)
         outcome = next((each for each in known if each is not None), None)

@@ -10,6 +10,7 @@ import functools
 import os
 import pickle
 import sys
+import traceback
 import types
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -102,11 +103,9 @@ def _way_out() -> str:
 
 def unguarded_line() -> str | None:
     """The line, as FILE:LINE, where the script trains outside ``if __name__ == "__main__"``."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
-            break
-        frame = frame.f_back
+    frames = (each for each, _ in traceback.walk_stack(sys._getframe()))
+    ours = (f for f in frames if f.f_code.co_name == "<module>")
+    frame = next((f for f in ours if f.f_globals.get("__name__") == "__main__"), None)
     main = sys.modules.get("__main__")
     if frame is None or not _is_imported_anew(main):
         return None
@@ -331,7 +330,7 @@ def check_startup(
     named = job.named()
     check_whole(named.get("ckpt_path"))
     load = check_sending(start_method, job, named)
-    check_load(load, n_workers, start_method, job.named())
+    check_load(load, n_workers, start_method, named)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
 from hybridtrain.lightning.hosts.cluster import check_key_is_reachable
 from hybridtrain.lightning.run_context import context_of, strategy_of
-from hybridtrain.lightning_package import decide, is_foreign, other_than, refuse_mixture
+from hybridtrain.lightning_package import is_foreign, refuse_mixture
 from hybridtrain.memory import overlapping
 from hybridtrain.training.step.worker_step import WorkerStep
 from hybridtrain.util.option_types import as_typed
@@ -111,7 +111,7 @@ def _check_package(trainer: Any) -> None:
     """Lightning itself refuses a module of its other package, but no other part."""
     parts = (*trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None))
     for part in filter(is_foreign, parts):
-        raise refuse_mixture(type(part).__name__, other_than(decide()))
+        raise refuse_mixture(type(part).__name__)
 
 
 def _check_accelerator(accelerator: Any) -> None:

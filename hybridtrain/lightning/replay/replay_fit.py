@@ -24,11 +24,7 @@ from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.record_reader import times_of
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.recording.replayer import Replayed, Replayer
-from hybridtrain.recording.run_description import (
-    Recording,
-    check_replayable,
-    check_same_data,
-)
+from hybridtrain.recording.run_description import Recording, check_replayable, check_same_data
 from hybridtrain.recording.virtual_rerun import Rehearsal
 from hybridtrain.server.server import Server
 from hybridtrain.server.timeline import Timeline

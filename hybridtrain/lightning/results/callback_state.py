@@ -236,14 +236,12 @@ def give_plain(thing: Any, values: dict[str, Any]) -> None:
 def _fill(mine: Any, theirs: Any) -> bool:
     """Put the items into the container; False if it is none."""
     match mine:
-        case list():
-            mine[:] = theirs
+        case list() | deque():
+            mine.clear()
+            mine.extend(theirs)
         case dict() | set():
             mine.clear()
             mine.update(theirs)
-        case deque():
-            mine.clear()
-            mine.extend(theirs)
         case _:
             return False
     return True

@@ -49,8 +49,7 @@ def logs_open(trainer: Any) -> Iterator[None]:
         yield
     except BaseException:  # workers send nothing back
         for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                keep_rows(logger)
+            keep_rows(logger)
         raise
 
 
@@ -94,9 +93,9 @@ def _columns(path: Path) -> list[str]:
         return next(csv.reader(file), [])
 
 
-def keep_rows(logger: CSVLogger) -> None:
-    """Append to the rows and columns that another process has written."""
-    if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+def keep_rows(logger: Logger) -> None:
+    """Let a logger of rows append to the rows and columns that another process has written."""
+    if rank_zero_only.rank != 0 or not isinstance(logger, CSVLogger):  # type: ignore[attr-defined]
         return
     writer = writer_of(logger)
     if writer is None:

@@ -18,8 +18,8 @@ import pytorch_lightning as pl
 
 from hybridtrain.lightning.data.evaluation_sampler import Outputs, collect, in_order
 from hybridtrain.lightning.hooks.loop_hooks import (
+    log_connector,
     logged_step,
-    reset_metrics,
     set_logged_step,
     show_metrics,
 )
@@ -118,7 +118,7 @@ def unpack(
     others = [each for each in results if not isinstance(each, WorkerResult)]
     heavy = read("" if scratch is None else scratch.path, home.heavy)
     load_weights(trainer, heavy["weights"], heavy["buffers"], home.before_configuring)
-    reset_metrics(trainer)  # of the last call only, as in one process
+    log_connector(trainer).reset_metrics()  # of the last call only, as in one process
     show_metrics(trainer, read("", home.tensors))
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)

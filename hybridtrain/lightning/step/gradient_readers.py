@@ -73,17 +73,13 @@ def _looks(function: FunctionType, seen: set[CodeType]) -> bool:
     if (function.__module__ or "").partition(".")[0] in FOREIGN:
         return False
     seen.add(function.__code__)
+    # The name is a constant in ``getattr(p, "grad")``.
     codes = list(codes_of(function.__code__))
-    if any(_NAMES & {*code.co_names, *_strings(code)} for code in codes):
+    if any(not _NAMES.isdisjoint((*code.co_names, *code.co_consts)) for code in codes):
         return True
     called = [function.__globals__.get(name) for code in codes for name in code.co_names]
     called += filled_cells(function)
     return any(_looks(each, seen) for each in called if isinstance(each, FunctionType))
-
-
-def _strings(code: CodeType) -> set[str]:
-    """As in ``getattr(p, "grad")``."""
-    return {constant for constant in code.co_consts if isinstance(constant, str)}
 
 
 def functions_in(values: Iterable[object]) -> Iterator[FunctionType]:

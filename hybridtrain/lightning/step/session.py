@@ -15,23 +15,22 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.core.optimizer import do_nothing_closure
 
-from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.preflight.strategy_checks import check_parameters
-from hybridtrain.lightning.step.gradient_guard import GradientGuard
+from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.step.gradient_guard import GradientGuard, beside
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final, is_hooked
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.saved_states import SavedStates
 from hybridtrain.memory import Layout, unpack
-from hybridtrain.protocol.messages import Average, Averaged, Row
+from hybridtrain.protocol.messages import Average, Averaged, Row, Writes
 from hybridtrain.training.session import Trained, WorkerSession
 from hybridtrain.training.step.guard import Guard, OnFault
 from hybridtrain.training.step.shared_buffers import shared
 from hybridtrain.training.step.trained_parameters import ordered_parameters, sparse_slots
 from hybridtrain.training.step.worker_step import StepParts
 from hybridtrain.updates.groups import puts_off, takes_sparse
-from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.tickets import NotNeeded
@@ -42,32 +41,18 @@ class Session(WorkerSession):
 
     Args:
         client: to the server.
-        module: set up and on its device.
-        optimizers: as configured by the user.
-        requirements: what policy and exchange let everybody rely on.
-        exchange: what workers hand over.
-        update: how the masters move.
-        on_fault: what to do where there is no contribution to make.
-        transport: float32 gradients are rounded to this dtype on their way; ``None``: they are not.
+        module: set up and on its device, under a trainer whose strategy says the rest.
     """
 
     guard: GradientGuard
     _has_mean = False  # the gradients of this step are the mean of this host's
     _has_met = True  # and has begun no mini-batch since
 
-    def __init__(
-        self,
-        client: Client,
-        module: LightningModule,
-        optimizers: Sequence[torch.optim.Optimizer],
-        requirements: Requirements,
-        exchange: Exchange,
-        update: NamedUpdate,
-        on_fault: OnFault,
-        transport: torch.dtype | None,
-    ) -> None:
+    def __init__(self, client: Client, module: LightningModule) -> None:
         self._module = module
         self.trainer: Trainer = module.trainer
+        context = context_of(self.trainer)
+        requirements, optimizers = context.requirements, context.optimizers
         self.written = writes_itself(module, optimizers, requirements.in_place)
         stepped = [NoOptimizer(module)] if self.written else list(optimizers)
         check_parameters(module)  # again: configure_model may have made some
@@ -90,12 +75,13 @@ class Session(WorkerSession):
             stepped,
             shared(module) if joint else [],
             sparse_slots(module, stepped, number_of),
-            None if self.averages else transport,  # or the mean would be rounded, too
+            None if self.averages else context.transport,  # or the mean would be rounded, too
             unseen,
             self.averages,
             self.written,
         )
-        super().__init__(client, trained, requirements, exchange, update, on_fault)
+        on_fault = beside(context.on_fault, self.trainer)
+        super().__init__(client, trained, requirements, context.exchange, context.update, on_fault)
         slots = self._store.layout.slots
         self._means = [self._store.mean(slot) for slot in slots] if self.averages else []
 
@@ -210,6 +196,13 @@ class Session(WorkerSession):
         version = None if again else self._client.pull(self.replica.written(alike), alike)
         self.replica.refresh()
         return version
+
+    @torch.no_grad()
+    def repeat(self, writes: Writes) -> None:
+        """Make the writes to parameters that hooks of another worker's mini-batch have made."""
+        for number, value in writes.items():
+            own = self._parameters[number].data
+            own.copy_(torch.frombuffer(bytearray(value), dtype=own.dtype).view(own.shape))
 
     @contextmanager
     def keeping_writes(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from hybridtrain.tasks.hogwild.text_examples import (
     Examples,
     InPlaceData,
+    Rows,
     planted_examples,
     read_examples,
 )
@@ -36,6 +37,8 @@ class SparseSvm(InPlaceModule):
 
     reads = "examples"
     weights: nn.Embedding  # made by configure_model
+    examples: Examples  # read by know
+    test: Examples | None
 
     @typed("model.")
     def __init__(
@@ -49,12 +52,10 @@ class SparseSvm(InPlaceModule):
         super().__init__(rate, decay, compiled, optimizer)
         self.mu = mu
         self._shrink = torch.empty(0)  # (F,)
-        self._examples: Examples | None = None
-        self._test: Examples | None = None
         self.n_features, self.n_examples = 0, 1
 
     def know(self, data: ExamplesData) -> None:
-        self._examples, self._test = data.examples, data.test
+        self.examples, self.test = data.examples, data.test
         self.n_features, self.n_examples = data.examples.n_features, len(data.examples)
         self.check_size(self.n_features, 1)
         self._shrink = self.mu / data.examples.degrees().float()
@@ -65,50 +66,42 @@ class SparseSvm(InPlaceModule):
             self.weights = nn.Embedding(self.n_features, 1, sparse=True)
             nn.init.zeros_(self.weights.weight)
 
-    def _known(self, testing: bool = False) -> tuple[nn.Embedding, Examples]:
-        examples = self._test if testing else self._examples
-        assert examples is not None, "setup has read them"
-        return self.weights, examples
+    def _margins(self, rows: Rows) -> Tensor:
+        """(B,): how far examples are on the right side, below 0 on the wrong one."""
+        labels, starts, features, values = rows
+        return labels * sums(self.weights(features)[:, 0] * values, starts)
 
     def loss(self, batch: Tensor) -> Tensor:
         """Mean of the examples' (B,) shares of the objective."""
-        weights, examples = self._known()
-        labels, starts, features, values = examples.rows(batch)
-        own = weights(features)[:, 0]  # (N,)
+        labels, starts, features, values = self.examples.rows(batch)
+        own = self.weights(features)[:, 0]  # (N,)
         hinge = (1 - labels * sums(own * values, starts)).clamp(min=0).sum()
         return (hinge + 0.5 * (self._shrink[features] * own.square()).sum()) / len(labels)
 
     def step_examples(self, batch: Tensor) -> None:
         from hybridtrain.tasks.hogwild import hogwild_kernels
 
-        weights, all_of = self._known()
-        table, shrink = array(weights.weight)[:, 0], array(self._shrink)
-        starts = all_of.starts.view(np.uint64)
-        rows = all_of.labels, starts, all_of.features, all_of.values
+        table, shrink = array(self.weights.weight)[:, 0], array(self._shrink)
+        all_of = self.examples
+        rows = all_of.labels, all_of.starts.view(np.uint64), all_of.features, all_of.values
         places = batch.numpy().view(np.uint64)
         hogwild_kernels.svm(table, places, rows, shrink, self.rate_now)
 
     @torch.no_grad()
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Log ``val/objective`` of the examples trained on."""
-        weights, examples = self._known()
-        labels, starts, features, values = examples.rows(batch)
-        scores = sums(weights(features)[:, 0] * values, starts)
-        hinge = (1 - labels * scores).clamp(min=0).mean()
-        size = 0.5 * self.mu * float(weights.weight.square().sum()) / self.n_examples
-        wrong = (scores * labels <= 0).float().mean()
-        self.log_dict(
-            {"val/objective": hinge + size, "val/error": wrong},
-            prog_bar=True, sync_dist=True, batch_size=len(labels),
-        )  # fmt: skip
+        margins = self._margins(self.examples.rows(batch))
+        hinge, wrong = (1 - margins).clamp(min=0).mean(), (margins <= 0).float().mean()
+        size = 0.5 * self.mu * float(self.weights.weight.square().sum()) / self.n_examples
+        found = {"val/objective": hinge + size, "val/error": wrong}
+        self.log_dict(found, prog_bar=True, sync_dist=True, batch_size=len(batch))
 
     @torch.no_grad()
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         """Log ``test/error``: the share of examples on the wrong side."""
-        weights, examples = self._known(testing=True)
-        labels, starts, features, values = examples.rows(batch)
-        wrong = (sums(weights(features)[:, 0] * values, starts) * labels <= 0).float()
-        self.log("test/error", wrong.mean(), sync_dist=True, batch_size=len(labels))
+        assert self.test is not None, "the data give no mini-batches otherwise"
+        wrong = (self._margins(self.test.rows(batch)) <= 0).float()
+        self.log("test/error", wrong.mean(), sync_dist=True, batch_size=len(batch))
 
 
 def sums(values: Tensor, starts: Tensor) -> Tensor:
@@ -122,7 +115,7 @@ class ExamplesData(InPlaceData):
 
     Args:
         files: libsvm or vowpal wabbit text to train on; None: examples are made.
-        test_files: the same, to test on; features that training did not have are an error.
+        test_files: the same, to test on; features that training did not have weigh nothing.
         made: number of synthetic examples.
         features: of synthetic examples.
         batch_size: of each worker; a compiled step goes through it example by example.

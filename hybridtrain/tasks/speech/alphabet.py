@@ -41,16 +41,15 @@ class Alphabet:
         One character per line, the line number is the label; lines that start with ``#`` are
         comments, ``\\#`` is the character ``#`` itself.
         """
-        lines = read_text(path, "the alphabet file").splitlines()
-        symbols = [line.removeprefix("\\") if line == "\\#" else line for line in lines]
-        for number, (line, symbol) in enumerate(zip(lines, symbols, strict=True), start=1):
-            if len(symbol) != 1 and not line.startswith("#"):
+        lines = enumerate(read_text(path, "the alphabet file").splitlines(), start=1)
+        found = {n: "#" if x == "\\#" else x for n, x in lines if not x.startswith("#")}
+        for number, symbol in found.items():
+            if len(symbol) != 1:
                 raise UserError(
-                    f"{path}, line {number}: {line!r} is not one character"
+                    f"{path}, line {number}: {symbol!r} is not one character"
                     " (one character per line, '#' begins a comment)"
                 )
-        kept = (s for line, s in zip(lines, symbols, strict=True) if not line.startswith("#"))
-        return cls("".join(kept))
+        return cls("".join(found.values()))
 
     @classmethod
     def of(cls, alphabet: Alphabet | str | None) -> Alphabet:

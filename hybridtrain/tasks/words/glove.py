@@ -26,7 +26,7 @@ from torch.optim import Adagrad
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
+from hybridtrain.tasks.shared_tables import MakeOptimizer, array, check_size
 from hybridtrain.tasks.words.questions import Vectors
 from hybridtrain.tasks.words.text_data import Errors, Ints, Stretches, TextData, Tokens
 from hybridtrain.tasks.words.vectors_module import WordVectors
@@ -241,8 +241,7 @@ class GloVe(WordVectors):
     def _step(self, rows: Tensor, columns: Tensor, counts: Tensor) -> float:
         from hybridtrain.tasks.words.word_kernels import glove_steps
 
-        tables = tuple(each.detach().numpy() for each in self.tables.parameters())
-        squares = tuple(each.detach().numpy() for each in self.squares.parameters())
+        tables, squares = (tuple(map(array, x.parameters())) for x in (self.tables, self.squares))
         entries = (rows.numpy(), columns.numpy(), counts.numpy())
         return glove_steps(tables, squares, entries, self.x_max, self.alpha)
 
@@ -292,16 +291,8 @@ class Cooccurrences(TextData):
         num_workers: int = 0,
         cache: str | None = None,
     ) -> None:
-        super().__init__(
-            files,
-            tokens,
-            lower,
-            encoding_errors,
-            min_count,
-            max_words,
-            num_workers=num_workers,
-            cache=cache,
-        )
+        text = files, tokens, lower, encoding_errors, min_count, max_words
+        super().__init__(*text, num_workers=num_workers, cache=cache)
         self.window, self.memory, self.threads, self.seed = window, memory, threads, seed
         self.batch_entries = batch_entries
 
@@ -312,7 +303,6 @@ class Cooccurrences(TextData):
     def _write(self) -> None:
         super()._write()
         self.setup()
-        assert self.vocabulary is not None, "it was read"
         numbers = np.memmap(self.folder / "numbers.int32", dtype=np.int32, mode="r")
         n_words = len(self.vocabulary)
         given = (self._entries, self.memory, self.threads, self.seed)

@@ -171,13 +171,11 @@ class KnownWords:
         Raises:
             UserError: if a word is not known.
         """
-        rows, signs = [], []
-        for sign, word in _terms(question, self.number_of):
-            rows.append(self._row(word))
-            signs.append(sign)
-        if not rows:
+        terms = list(_terms(question, self.number_of))
+        if not terms:
             raise UserError(f"{question!r} has no word in it; ask for one, or for king-man+woman")
-        asked = np.asarray(signs, dtype=np.float32) @ self.units[rows]
+        rows = [self._row(word) for _, word in terms]
+        asked = np.asarray([sign for sign, _ in terms], dtype=np.float32) @ self.units[rows]
         alike = self.units @ (asked / max(float(np.linalg.norm(asked)), 1e-12))
         alike[rows] = -np.inf
         best = np.argsort(-alike, kind="stable")[: max(0, min(top, len(alike) - len(set(rows))))]

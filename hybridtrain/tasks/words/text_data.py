@@ -363,6 +363,7 @@ class TextData(pl.LightningDataModule):
     """
 
     kind = "text"
+    vocabulary: Vocabulary  # read by setup
 
     @typed("data.")
     def __init__(
@@ -384,7 +385,6 @@ class TextData(pl.LightningDataModule):
             TextFiles(self.files, **self.reading)  # raises before training starts
         self.min_count, self.max_words, self.batch_words = min_count, max_words, batch_words
         self.num_workers, self.cache = num_workers, cache
-        self.vocabulary: Vocabulary | None = None
 
     @property
     def folder(self) -> Path:
@@ -446,7 +446,6 @@ class TextData(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[tuple[int, Tensor]]:
         """Stretches of the text, in another order each epoch."""
-        assert self.vocabulary is not None, "setup has read it"
         length = self.batch_length(self.batch_words, int(self.vocabulary.counts.sum()), SIZES)
         return EncodedText(self.folder / "numbers.int32", length).loader(self.num_workers)
 

@@ -109,9 +109,8 @@ class WordVectors(CompiledSteps):
             UserError: if the words differ.
         """
         if not self.has_words:
-            counts = checkpoint[_COUNTS].numpy()
-            words = tuple(checkpoint[_WORDS].split("\n"))
-            self._know(Vocabulary(words, counts, int(counts.sum())))
+            self.word_lines = checkpoint[_WORDS]
+            self.word_counts = checkpoint[_COUNTS].numpy().tobytes()
             self.configure_model()
         elif self.word_lines != checkpoint[_WORDS]:
             raise UserError(

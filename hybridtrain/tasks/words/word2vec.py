@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
+from hybridtrain.tasks.shared_tables import MakeOptimizer, array, check_size
 from hybridtrain.tasks.words.questions import Vectors
 from hybridtrain.tasks.words.text_data import Floats, Ints, Paths, alias_table, huffman
 from hybridtrain.tasks.words.vectors_module import WordVectors
@@ -44,6 +44,8 @@ class Word2Vec(WordVectors):
 
     inputs: nn.Embedding  # made by configure_model, as the outputs
     outputs: nn.Embedding
+    _keep: Floats  # made by on_fit_start, as the draws
+    _draws: tuple[Floats, Ints]
 
     @typed("model.")
     def __init__(
@@ -67,8 +69,6 @@ class Word2Vec(WordVectors):
         self.architecture, self.output = architecture, output
         self.window, self.negative, self.sample = window, negative, sample
         self.rate, self.min_rate, self.seed = rate, min_rate, seed
-        self._keep: Floats | None = None
-        self._draws: tuple[Floats, Ints] | None = None
         self._paths = _NO_PATHS
 
     def configure_model(self) -> None:
@@ -87,7 +87,7 @@ class Word2Vec(WordVectors):
 
     def vectors(self) -> Vectors:
         """(V, D): the inputs."""
-        return self._tables()[0].detach().cpu().numpy()
+        return self.inputs.weight.detach().cpu().numpy()
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         return self.inputs.weight, self.outputs.weight
@@ -116,32 +116,20 @@ class Word2Vec(WordVectors):
     def _step(self, numbers: Ints, seed: int) -> float:
         from hybridtrain.tasks.words import word_kernels as kernels
 
-        assert self._keep is not None and self._draws is not None, "on_fit_start makes them"
-        inputs, outputs = (table.detach().numpy() for table in self._tables())
+        inputs, outputs = map(array, self._tables())
         rate = self.rate + (self.min_rate - self.rate) * self.progress()
         paths = (self._paths.starts, self._paths.nodes, self._paths.turns)
         step = kernels.skip_gram if self.architecture == "skip_gram" else kernels.cbow
-        draws = (*self._draws, self.negative)
-        loss, seen = step(
-            inputs,
-            outputs,
-            numbers,
-            self._keep,
-            draws,
-            paths,
-            self.window,
-            inputs.dtype.type(rate),
-            seed,
-        )
+        drawn = self._keep, (*self._draws, self.negative), paths, self.window
+        loss, seen = step(inputs, outputs, numbers, *drawn, inputs.dtype.type(rate), seed)
         return loss / max(seen, 1)
 
     def loss(self, numbers: Ints, random: np.random.Generator) -> Tensor:
         """Mean loss of all predictions in a stretch, by torch's operations."""
-        assert self._keep is not None, "on_fit_start makes it"
         left = thinned(numbers, self._keep, random)
         centres, others = neighbours(left, self.window, random)
         if not len(centres):
-            return self._tables()[0].sum() * 0.0
+            return self.inputs.weight.sum() * 0.0
         if self.architecture == "skip_gram":
             rows = torch.from_numpy(left[centres]).to(self.device)
             hidden, words = self.inputs(rows), left[others]
@@ -150,7 +138,6 @@ class Word2Vec(WordVectors):
             hidden, words = self._mean(left[near], starts), left[at]
         if self.output == "hierarchical":
             return self.hierarchical(hidden, words)
-        assert self._draws is not None, "on_fit_start makes them"
         drawn = draw_rows(*self._draws, (len(words), self.negative), random)
         return self.sampled(hidden, words, drawn)
 
@@ -158,7 +145,7 @@ class Word2Vec(WordVectors):
         """Mean of each bag; each row gets the gradient undivided, as in the authors' program."""
         summed = F.embedding_bag(
             torch.from_numpy(rows).to(self.device),
-            self._tables()[0],
+            self.inputs.weight,
             torch.from_numpy(starts).to(self.device),
             mode="sum",
             sparse=True,

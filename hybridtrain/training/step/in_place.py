@@ -15,7 +15,7 @@ the parent sees how many mini-batches are behind a worker's steps: the others ar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -70,7 +70,10 @@ class InPlace:
         """Whether all that the gradients need is here, and they are finite."""
         self._numbered = dict(zip(numbers, parameters, strict=True))
         present = {n: p.grad for n, p in self._numbered.items() if p.grad is not None}
-        return bool(present) and present.keys() <= self._begun and are_finite(present.values())
+        if not present or not present.keys() <= self._begun:
+            return False
+        # Large ones may be doubted without reason.
+        return all(has_finite_sum(g._values() if g.is_sparse else g) for g in present.values())
 
     def absent(self) -> tuple[int, ...]:
         """The slot numbers of the parameters that have no gradient."""
@@ -310,8 +313,3 @@ def _set_count(state: dict[str, Any], count: int) -> None:
         old.fill_(count)
     elif old is not None:
         state[STEP] = type(old)(count)
-
-
-def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Whether they are; large ones may be doubted without reason."""
-    return all(has_finite_sum(g._values() if g.is_sparse else g) for g in gradients)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -94,8 +95,7 @@ Present = tuple[int, ...] | None  # indices of the contributions with a gradient
 Absent = tuple[frozenset[int], ...]  # slot numbers without a gradient, of each contribution
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkStretch:
+class ChunkStretch(NamedTuple):
     """Whole cache lines of one count group, with gradients from the same contributions."""
 
     count_group: StepCountGroup

@@ -15,7 +15,6 @@ Legend: P elements of the buffer (padding included), n elements of a chunk.
 
 from __future__ import annotations
 
-import errno
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -29,7 +28,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.memory.arena import align
 from hybridtrain.memory.counters import ChunkProgress
-from hybridtrain.memory.limits import available_bytes
+from hybridtrain.memory.limits import check_available
 from hybridtrain.protocol.events import Arrivals, NotArrived
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.base import Saved, StepInput, Update, clip_factor
@@ -84,9 +83,7 @@ def private(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def _mapped(n_bytes: int) -> mmap.mmap:
     try:
-        available = available_bytes()
-        if available is not None and n_bytes > available:
-            raise OSError(errno.ENOMEM, f"{available / 2**20:,.0f} MiB are available")
+        check_available(n_bytes)
         memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise UserError(

@@ -11,10 +11,9 @@ Legend: n rows of shape (...).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,16 +42,14 @@ from hybridtrain.updates.thread_pool import Pool
 # Legend: n rows, of shape (...); k of them with gradients of several workers; W workers.
 
 
-@dataclass(frozen=True, slots=True)
-class Touched:
+class Touched(NamedTuple):
     """A sparse gradient: ``values`` (n, ...) of distinct ``rows`` (n,), a worker's ascending."""
 
     rows: Rows
     values: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class More:
+class More(NamedTuple):
     """Another worker's addends: its values ``at`` (k,), for the places ``to`` (k,), ascending."""
 
     to: Rows
@@ -61,8 +58,7 @@ class More:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class RowPiece:
+class RowPiece(NamedTuple):
     """Rows (n,) for which a worker is the first with a gradient: its values ``at`` (n,), or all."""
 
     rows: Rows
@@ -204,14 +200,9 @@ class LazyMomentum:
         self._moves = np.zeros(parameter.n_rows, dtype=bool)
         self._passed = 0.0  # the logarithm of the product of all momenta so far
         self._rested = np.zeros(parameter.n_rows)  # its value when the row came to rest
-        self.all_move()
-
-    def all_move(self) -> None:
-        """The buffer is new: rows with a momentum are in motion."""
+        # Rows with a momentum are in motion.
         self._gliding: Rows = _in_rows(self.buffer.whole).any(dim=1).nonzero().flatten().numpy()
-        self._moves[:] = False
         self._moves[self._gliding] = True
-        self._rested[:] = self._passed
 
     def step(self, touched: Touched, group: Mapping[str, Any], first: bool, over: Map) -> Rows:
         """One step; returns the rows in motion.
@@ -301,8 +292,7 @@ _NONE: Rows = np.empty(0, np.int64)
 _DTYPES = (torch.float32, torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class _Brought:
+class _Brought(NamedTuple):
     """The sparse gradients of one parameter, and their shares."""
 
     parts: Sequence[Touched]
@@ -351,19 +341,15 @@ class ByRow(PerTensorUpdate):
             sparse = [each.parts[0].values for each in brought.values()]
             clip_gradients([*dense.values(), *sparse], clip)
         with slowed(self._optimizer.param_groups, given.rate):
+            for index in dense:
+                moved.pop(self._numbers[index], None)
+                if index in self._lazy:
+                    self._lazy.pop(index).catch_up()
             if dense:
-                for index in dense:
-                    moved.pop(self._numbers[index], None)
-                self._leave_to_torch(dense)
+                self._optimizer.step()
             for index, each in brought.items():
                 moved[self._numbers[index]] = self._step_rows(index, each)
         return None
-
-    def _leave_to_torch(self, dense: Collection[int]) -> None:
-        for index in dense:
-            if index in self._lazy:
-                self._lazy.pop(index).catch_up()
-        self._optimizer.step()
 
     # ---- which rows -----------------------------------------------------------------------------
 

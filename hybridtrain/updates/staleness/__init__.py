@@ -9,23 +9,11 @@ from hybridtrain.updates.staleness.correction import (
     DcAsgd,
     DcAsgdAdaptive,
     GapAware,
-    Late,
     Polynomial,
 )
 from hybridtrain.util.option_types import choose
 
-__all__ = [
-    "CORRECTIONS",
-    "ByStaleness",
-    "Correction",
-    "CorrectionSpec",
-    "DcAsgd",
-    "DcAsgdAdaptive",
-    "GapAware",
-    "Late",
-    "Polynomial",
-    "make_correction",
-]
+__all__ = ["CORRECTIONS", "Correction", "CorrectionSpec", "make_correction"]
 
 
 # A name, {"name": ..., parameters}, an object, or None.

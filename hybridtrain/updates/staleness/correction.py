@@ -11,14 +11,14 @@ worker's row. A correction works with any policy and any optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Layout, Packed, Slot, Store
+from hybridtrain.memory import Packed, Slot, Store
 from hybridtrain.memory.sparse_rows import indices_of, used
 from hybridtrain.updates.base import Contribution
 from hybridtrain.updates.groups import Members, numbers_of
@@ -63,11 +63,6 @@ class RowSet:
     slot: Slot
     packed: Packed
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the elements."""
-        return self.slot.dtype
-
     def read(self, buffers: Buffers) -> torch.Tensor:
         """A copy of them, (r, ...)."""
         return self._whole(buffers)[self.indices()]
@@ -78,9 +73,7 @@ class RowSet:
 
     def gradient(self, buffers: Buffers) -> torch.Tensor:
         """A view of the packed values in a worker's buffers, (r, ...)."""
-        whole = self._whole(buffers)
-        shape = (self.packed.n_rows, *whole.shape[self.packed.sparse_dim :])
-        return used(self.packed, whole).view(shape)
+        return used(self.packed, self._whole(buffers))
 
     def indices(self) -> tuple[torch.Tensor, ...]:
         """The indices along each sparse dimension, (r,) each."""
@@ -92,24 +85,6 @@ class RowSet:
 
 
 Part = Stretch | RowSet
-
-
-def parts_of(
-    layout: Layout, numbers: Iterable[int], absent: Collection[int], packed: Mapping[int, Packed]
-) -> list[Part]:
-    """The elements of a gradient of these parameters."""
-    found: list[Part] = []
-    for number in numbers:
-        slot = layout.slots[number]
-        if number in packed:
-            found.append(RowSet(number, slot, packed[number]))
-        elif number not in absent:
-            stop = slot.offset + slot.numel
-            found += [
-                Stretch(number, slot.dtype, start, min(start + CHUNK, stop))
-                for start in range(slot.offset, stop, CHUNK)
-            ]
-    return found
 
 
 def union(lists: Sequence[Sequence[Part]]) -> list[Part]:
@@ -156,7 +131,18 @@ class Late:
     def parts(self) -> list[Part]:
         """The elements of the gradient, in portions that fit the cache."""
         absent, packed = self.contribution.absent, self.contribution.packed
-        return parts_of(self.store.layout, self.numbers, absent, packed)
+        found: list[Part] = []
+        for number in self.numbers:
+            slot = self.store.layout.slots[number]
+            if number in packed:
+                found.append(RowSet(number, slot, packed[number]))
+            elif number not in absent:
+                stop = slot.offset + slot.numel
+                found += [
+                    Stretch(number, slot.dtype, start, min(start + CHUNK, stop))
+                    for start in range(slot.offset, stop, CHUNK)
+                ]
+        return found
 
     def gradient(self, part: Part) -> torch.Tensor:
         """The gradient of a part, to be changed in place and given to :meth:`replace`."""

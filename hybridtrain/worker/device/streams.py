@@ -28,19 +28,15 @@ class Streams(Protocol):
 
     def current(self) -> Any:
         """The current stream of ``COMPUTE``, hashable."""
-        ...
 
     def record(self, lane: Lane, stream: Any = None) -> Any:
         """A mark after all work queued on the lane, or on a stream that was ``current``."""
-        ...
 
     def wait(self, lane: Lane, mark: Any) -> None:
         """Let the lane's later work wait for the mark. The host does not wait."""
-        ...
 
     def synchronise(self, mark: Any) -> None:
         """The host waits for the mark."""
-        ...
 
     def copy(
         self, lane: Lane, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -51,20 +47,15 @@ class Streams(Protocol):
         the copies are made; the caller must not change their values before, and must keep
         destinations on the device alive.
         """
-        ...
 
     def do(self, lane: Lane, work: Callable[[], Any]) -> None:
         """Queue work on tensors of the device, which the caller keeps alive."""
-        ...
 
     def keep(self, lane: Lane, tensor: torch.Tensor) -> None:
         """Keep a device tensor of another lane alive until this lane's work is done."""
-        ...
 
     def lock(self, region: torch.Tensor) -> str:
         """Page-lock host memory for asynchronous copies; returns the reason of a failure."""
-        ...
 
     def unlock(self, region: torch.Tensor) -> None:
         """Undo ``lock``."""
-        ...

@@ -16,8 +16,7 @@ import mmap
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +33,7 @@ def part_bytes(n_bytes: int) -> int:
     return max(LEAST_BYTES, n_bytes // _BUCKETS)
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """After ``mark`` the row holds gradients ``numbers``, and ``largest`` their largest magnitudes.
 
     ``largest``: (n,) float64, host.

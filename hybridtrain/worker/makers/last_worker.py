@@ -63,9 +63,8 @@ class LastWorkerMaker(Maker):
     def come(self, push: Push, number: int, whole: bool) -> bool:
         self._settle()
         borrowed = self.borrowed
-        if borrowed.never or not self.shared.may_come(number):
-            return self._stay_away()
-        if not self.log.admits(push, number):
+        may_come = not borrowed.never and self.shared.may_come(number)
+        if not (may_come and self.log.admits(push, number)):
             return self._stay_away()
         if not (whole and is_plain(push) and borrowed.ready() and self._takes(push)):
             borrowed.server_steps()

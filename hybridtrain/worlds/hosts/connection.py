@@ -132,9 +132,8 @@ def _fault(said: dict[str, Any]) -> str | None:
     host, about = said.get("host"), said.get("about")
     if type(host) is not int or host < 1:
         return f"its number is {host}, and has to be 1 or more"
-    if said.get("role") not in ROLES or not isinstance(said.get("id"), str):
-        return "its greeting is damaged"
-    return None if isinstance(about, dict) else "its greeting is damaged"
+    whole = said.get("role") in ROLES and isinstance(said.get("id"), str)
+    return None if whole and isinstance(about, dict) else "its greeting is damaged"
 
 
 def _close(half: _Half) -> None:

@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from selectors import BaseSelector, DefaultSelector
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import AT_LIMIT, UserError
 from hybridtrain.monitoring.hang_detector import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, is_stopped, to_stderr
 from hybridtrain.protocol.events import (
-    Announced,
     BrokenOff,
     Completed,
     Event,
@@ -46,7 +45,6 @@ from hybridtrain.protocol.messages import (
     Saved,
     SavePermission,
     Share,
-    Shared,
     Stop,
     Stopped,
 )
@@ -87,6 +85,9 @@ from hybridtrain.worlds.local.worker_exit import (
 )
 from hybridtrain.worlds.local.worker_main import Body
 
+if TYPE_CHECKING:
+    from hybridtrain.worlds.hosts.other_hosts import Hosts, HostStarter
+
 Again = Callable[[bytes, int], Body]
 
 _POLL_S = 1.0
@@ -95,60 +96,6 @@ _EVENTS = dict.fromkeys((*PUSHES, Average, Begin), LifecycleEvent.WAITS)
 _EVENTS |= dict.fromkeys((Gather, Share, Install), LifecycleEvent.MEETS)
 _ANEW = ", and all begin anew: no worker had told where training is"
 _SAME_SIGNAL_S = 1.0  # a repetition within this time is ignored: timeout(1) sends signals twice
-
-
-class Starter(Protocol):
-    """Starts and ends the processes of all workers."""
-
-    @property
-    def workers(self) -> Sequence[WorkerHandle]:
-        """The latest process of each worker."""
-        ...
-
-    def start(
-        self, numbers: Sequence[int], selector: BaseSelector, restart: RestartPoint | None = None
-    ) -> None:
-        """Start a process for each of these workers; see :class:`WorkerStarter`."""
-        ...
-
-    def kill(self) -> None:
-        """Kill all processes."""
-        ...
-
-    def close(self) -> None:
-        """Free all resources, after the processes have ended."""
-        ...
-
-
-class OtherHosts(Protocol):
-    """The workers of other hosts."""
-
-    def beside(self, here: WorkerStarter, server: Server) -> Starter:
-        """A starter of the workers of all hosts."""
-        ...
-
-    def arriving(self) -> Announced | None:
-        """Pushes that will be received."""
-        ...
-
-    def flush(self) -> None:
-        """Send what has been queued for other hosts."""
-        ...
-
-    def absent(self) -> set[int]:
-        """The workers of hosts that are not there, and may come."""
-        ...
-
-    def look(self, now_s: float, admits: bool) -> list[int]:
-        """Once a second: show life to other hosts, and see theirs.
-
-        ``admits``: those that come may take their places; returns the numbers of their workers.
-        """
-        ...
-
-    def take_signals(self) -> list[int]:
-        """The signals that processes of other hosts have got since this was asked last."""
-        ...
 
 
 class BeginAnew(BaseException):
@@ -185,7 +132,7 @@ class ProcessWorld:
     watchdog: Watchdog = field(default_factory=Watchdog)
     device_names: Sequence[str] = ()
     worker_updates: bool = False
-    others: OtherHosts | None = None
+    others: Hosts | None = None
     _failure: BaseException | None = None
     _signals: list[int] = field(default_factory=list)
     _look_at_s: float = 0.0  # time of the next check
@@ -231,7 +178,7 @@ class ProcessWorld:
         self.watchdog.conclude()
         return results
 
-    def _made_starter(self, body: Body, again: Again | None) -> Starter:
+    def _made_starter(self, body: Body, again: Again | None) -> WorkerStarter | HostStarter:
         def bodies(restart: RestartPoint | None) -> Body:
             if restart is None:
                 return body
@@ -294,7 +241,8 @@ class ProcessWorld:
                 worker.make_room()
             elif kind == "host":
                 for number, ended in worker.listen():
-                    self._hear(self._starter.workers[number], ended, selector)
+                    react = self._reap if ended else self._listen
+                    react(self._starter.workers[number], selector)
             else:
                 os.read(key.fd, 64)
         wake_at_s = self.server.wake_at_s
@@ -362,13 +310,6 @@ class ProcessWorld:
         due_s = [at_s for at_s in times if at_s is not None]
         return min([_POLL_S, *(max(0.0, at_s - time.monotonic()) for at_s in due_s)])
 
-    def _hear(self, worker: WorkerHandle, ended: bool, selector: BaseSelector) -> None:
-        """A worker of another host has sent messages, or its process has ended."""
-        if ended:
-            self._reap(worker, selector)
-        else:
-            self._listen(worker, selector)
-
     def _listen(self, worker: WorkerHandle, selector: BaseSelector) -> None:
         for message in worker.messages():
             worker.hear()
@@ -406,11 +347,8 @@ class ProcessWorld:
             self._failure = self.server.failure
             self._end()
         for number, reply in replies:
-            store, fd = self.server.store, None
-            if isinstance(reply, Shared) and store is not None:
-                fd = store.descriptor(reply.lent)
             worker = self._starter.workers[number]
-            worker.send(reply, fd)
+            worker.send(reply, self.server.descriptor_for(reply))
             if worker.request is None:
                 self.roster.on(number, LifecycleEvent.GOES_ON)
 

@@ -136,9 +136,6 @@ class WorkerHandle(ABC):
     def mark_ended(self) -> None:
         """Note that the process has ended."""
 
-    def close(self) -> None:  # noqa: B027
-        """Free all resources, if there are any; may be called twice."""
-
     @abstractmethod
     def describe_exit(self) -> str:
         """How the process ended, if it sent no report."""
@@ -358,12 +355,11 @@ class WorkerStarter:
         selector: BaseSelector,
     ) -> None:
         lines = [worker.channel.sock for worker in self.workers if worker.number not in pairs]
-        bells = self._bells
         parent = None if self.start_method == "forkserver" else os.getpid()
         forked = self.start_method == "fork"
         blas = blas_libraries() if forked else None
         births = [
-            WorkerStart(n, self.n_workers, self.threads, parent, bells, self.apart, blas)
+            WorkerStart(n, self.n_workers, self.threads, parent, self._bells, self.apart, blas)
             for n in numbers
         ]
         rows = [each.arguments(body, pairs, lines if forked else None) for each in births]

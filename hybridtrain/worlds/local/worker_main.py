@@ -147,7 +147,8 @@ def run_worker(
         mute_children(client, channel)
         outcome = _outcome(client, body)
         client.heartbeat.beat(Doing.ENDING)
-        _run_exit_functions()
+        with suppress(Exception):
+            atexit._run_exitfuncs()  # of loggers that upload; multiprocessing skips them
         if outcome is not None:
             _report(channel, outcome)
     except ChannelClosed:
@@ -176,12 +177,6 @@ def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:
         raise
     except Exception as error:  # a result that cannot be pickled
         channel.send(Failed.of(error))
-
-
-def _run_exit_functions() -> None:
-    """Run ``atexit`` functions (loggers that upload), which ``multiprocessing`` skips."""
-    with suppress(Exception):
-        atexit._run_exitfuncs()
 
 
 def _prepare_process(start: WorkerStart) -> None:
@@ -234,9 +229,7 @@ def leave_notebook() -> None:
 
 def keep_freed_memory() -> None:
     """Keep glibc from returning every large temporary to the kernel."""
-    try:
+    with suppress(OSError, AttributeError):  # not glibc
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    except (OSError, AttributeError):
-        pass  # not glibc

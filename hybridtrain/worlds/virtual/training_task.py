@@ -6,9 +6,9 @@ Legend: P elements of one dtype's buffer, W workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -31,17 +31,14 @@ class Task(Protocol):
 
     def parameters(self) -> list[torch.Tensor]:
         """The initial values."""
-        ...
 
     def gradient(
         self, worker: int, values: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
         """Gradients of the worker's mini-batch at these parameters; ``None``: there is none."""
-        ...
 
 
-@dataclass(frozen=True, slots=True)
-class Timetable:
+class Timetable(NamedTuple):
     """The mini-batches of an epoch: ``length`` positions; ``sizes``: batch size of each worker."""
 
     length: int
@@ -56,15 +53,12 @@ class Lessons(Protocol):
 
     def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
         """Set the worker's next mini-batch, by positions in the epoch; returns its weight."""
-        ...
 
     def updated(self, version: int) -> Groups | None:
         """Hyper-parameters that a schedule changes after so many updates."""
-        ...
 
     def epoch_ended(self) -> Groups | None:
         """Hyper-parameters that a schedule changes at the end of an epoch."""
-        ...
 
 
 @runtime_checkable
@@ -298,13 +292,12 @@ class SimulatedReplicas:
         covers: tuple[DrawnBatch, ...] = ()
         if not offer.only_fetches:
             covers, own.covers = own.covers, ()
-        loss = self.task.loss if isinstance(self.task, TrainingTask) else None
         made = ExchangePush(
             0,
             offer.weight,
             samples=offer.samples,
             covers=covers,
-            loss=loss if offer.loss is None else offer.loss,
+            loss=self.loss if offer.loss is None else offer.loss,
             fetch=offer.fetch,
             later=offer.later,
         )

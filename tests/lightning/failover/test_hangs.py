@@ -151,6 +151,6 @@ def test_a_slow_worker_is_named_and_the_share_of_waiting_for_it(
 @pytest.mark.parametrize("value", [0, -3, "soon", True])
 def test_what_is_no_time_is_refused(value: Any) -> None:
     with pytest.raises(
-        UserError, match=r"hang_timeout_s=.*it must be a number above 0, auto, or null"
+        UserError, match=r"hang_timeout_s=.*it must be a number from 0.1 on, auto, or null"
     ):
         HybridStrategy(hang_timeout_s=value)

@@ -69,7 +69,7 @@ class Mortal(Regression):
         return torch.nn.functional.mse_loss(self.net(self.dropout(x)), y)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.trainer.strategy._session._gathered.weight > 0:  # else a filler, beside the others
+        if self.trainer.strategy.session._gathered.weight > 0:  # else a filler, beside the others
             line = f"{self.current_epoch} {self.global_step} {batch[2].tolist()}\n"
             with (self.folder / "seen").open("a") as file:
                 file.write(line)

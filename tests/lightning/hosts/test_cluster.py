@@ -64,16 +64,16 @@ def test_torchrun_slurm_and_variables_say_which_host_this_is(
 ) -> None:
     one, address = {"host": 1, "n_hosts": 2}, "10.0.0.7"
     started(monkeypatch, VARIABLES)
-    by_hand = HostPlace(**one, address=address, port=2345, engine="variables")
+    by_hand = HostPlace(**one, address=address, port=2345)
     assert place_of(2, LightningEnvironment()) == by_hand
     started(monkeypatch, SLURM)
-    given = HostPlace(**one, address=address, port=2345, run="1234567.3", engine="Slurm")
+    given = HostPlace(**one, address=address, port=2345, run="1234567.3")
     assert place_of(2, None) == given
     for name in VARIABLES:
         monkeypatch.delenv(name)
     assert place_of(2, None) == replace(given, address="n05", port=19567)
     started(monkeypatch, TORCHRUN)  # within Slurm, as Lightning decides
-    elastic = HostPlace(**one, address=address, run="a", engine="torchrun", store_port=2345)
+    elastic = HostPlace(**one, address=address, run="a", store_port=2345)
     assert place_of(2, None) == elastic
     started(monkeypatch, VARIABLES)
     assert place_of(2, LightningEnvironment()) == by_hand  # chosen as a plugin
@@ -108,7 +108,7 @@ class Own(LightningEnvironment):
 
 def test_an_environment_of_the_users_own_is_asked() -> None:
     place = place_of(2, Own(1))
-    assert (place.host, place.address, place.port, place.engine) == (1, "there", 7, "Own")
+    assert (place.host, place.address, place.port) == (1, "there", 7)
 
 
 WRONG: list[Any] = [
@@ -162,7 +162,7 @@ def test_only_host_0_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- the key ------------------------------------------------------------------------------------
 
-HERE = HostPlace(host=1, n_hosts=2, port=2345, engine="variables")
+HERE = HostPlace(host=1, n_hosts=2, port=2345)
 KEY = Key(b"authority", b"certificate", b"private")
 
 
@@ -254,7 +254,7 @@ def test_torchruns_store_hands_over_key_and_port_while_host_0_lives(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Key, "read", lambda path: KEY)
-    place = HostPlace(host=1, n_hosts=2, run="a", engine="torchrun", store_port=store.port)
+    place = HostPlace(host=1, n_hosts=2, run="a", store_port=store.port)
     with pytest.raises(UserError, match="host 0 of 2 has not come"):
         take_key(place, None, 1)
     with handed_over(replace(place, host=0), 7, KEY, None):
@@ -270,7 +270,7 @@ def test_torchruns_store_hands_over_key_and_port_while_host_0_lives(
 def test_a_store_that_is_not_there_is_one_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place = HostPlace(host=1, n_hosts=2, run="a", engine="torchrun", store_port=port)
+    place = HostPlace(host=1, n_hosts=2, run="a", store_port=port)
     with pytest.raises(UserError, match=re.escape(f"store at 127.0.0.1:{port} does not answer")):
         take_key(place, None, 0.5)
 

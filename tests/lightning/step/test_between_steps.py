@@ -133,7 +133,7 @@ class Ask(pl.Callback):
     lazy: bool | None = None
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.lazy = trainer.strategy._session.steps[0]._parts.goes_ahead
+        self.lazy = trainer.strategy.session.steps[0]._parts.goes_ahead
 
 
 def rests(

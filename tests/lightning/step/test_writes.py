@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.registration import NAMES
+from hybridtrain.schemes import parts_of
 from tests.lightning.toys import Regression, fit, flat, make_trainer, regression_data
 from tests.picking import but_slow, by_default
 
@@ -88,13 +89,18 @@ class Swapping(pl.Callback):
 
 
 def train(
-    strategy: str, workers: int, batch: int, module: Callable[[], Regression], **options: Any
+    strategy: str,
+    workers: int,
+    batch: int,
+    module: Callable[[], Regression],
+    samples: int = 48,
+    **options: Any,
 ) -> tuple[Any, pl.Trainer]:
     """The union of the workers' mini-batches is the same for every number of workers."""
     pl.seed_everything(7, verbose=False)
     made, trainer = module(), make_trainer(strategy, workers, **options)
     shuffle = options.get("use_distributed_sampler", True)  # one worker alone would keep the order
-    loader = DataLoader(regression_data(), batch // workers, shuffle=shuffle)
+    loader = DataLoader(regression_data(samples), batch // workers, shuffle=shuffle)
     trainer.fit(made, loader, DataLoader(regression_data(12), 6))
     return made, trainer
 
@@ -111,6 +117,19 @@ def test_writes_to_parameters_happen_once_whatever_the_number_of_workers(
     one, _ = train("hybrid", 1, 12, module)
     many, _ = train("hybrid", workers, 12, module)
     torch.testing.assert_close(flat(many), flat(one), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("workers", by_default([2, 3], 3))
+@pytest.mark.parametrize("module", by_default(WRITING, Clamped))
+def test_workers_without_data_in_the_last_step_have_its_writes(
+    module: Callable[[], Regression], workers: int
+) -> None:
+    """They validate, and begin the next epoch, with the parameters of all."""
+    one, trainer = train("hybrid", 1, 12, module, samples=25, max_epochs=2)
+    many, other = train("hybrid", workers, 12, module, samples=25, max_epochs=2)
+    torch.testing.assert_close(flat(many), flat(one), rtol=1e-6, atol=1e-7)
+    loss, other_loss = (t.callback_metrics["val/loss"] for t in (trainer, other))
+    torch.testing.assert_close(other_loss, loss, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
@@ -206,6 +225,20 @@ def test_where_movements_are_merged_what_is_written_at_the_end_comes_home(strate
     module, trainer = Doubling(), make_trainer(strategy, 2, max_epochs=1)
     trainer.fit(module, DataLoader(regression_data(), 2))
     assert module.of_hooks["on_train_end"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("every", by_default([1, 2, 4], 2))
+@pytest.mark.parametrize("workers", by_default([1, 2, 3], 1, 3))
+@pytest.mark.parametrize("strategy", by_default(["local_sgd", "diloco"], "local_sgd"))
+def test_what_is_written_behind_the_last_exchange_comes_home(
+    strategy: str, workers: int, every: int
+) -> None:
+    """Each epoch ends with an exchange after its last step, and then clamps."""
+    exchange = {"exchange": {"name": "movement", "every": every}}
+    ours = HybridStrategy(**{**parts_of(strategy), **exchange})
+    module, trainer = Clamped(), make_trainer(ours, workers, max_epochs=2)
+    trainer.fit(module, DataLoader(regression_data(48), 12 // workers))
+    assert flat(module).abs().max() < 0.2 + 1e-7
 
 
 @pytest.mark.parametrize("workers", by_default([2, 3], 3))

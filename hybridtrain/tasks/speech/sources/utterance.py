@@ -191,10 +191,9 @@ def check_bounds(source: object, *names: str) -> None:
 
 
 def _length(clip: Clip, sample_rate: int) -> int:
-    gap = resampled_length(round(clip.gap_s * _rate(clip)), _rate(clip), sample_rate)
-    if clip.frames >= 0:
-        return gap + resampled_length(clip.frames, _rate(clip), sample_rate)
-    return gap + resampled_length(_probe(clip.path)[0] - clip.start, _rate(clip), sample_rate)
+    frames = clip.frames if clip.frames >= 0 else _probe(clip.path)[0] - clip.start
+    parts = round(clip.gap_s * _rate(clip)), frames
+    return sum(resampled_length(n, _rate(clip), sample_rate) for n in parts)
 
 
 def _rate(clip: Clip) -> int:
@@ -214,10 +213,7 @@ def _samples(clip: Clip, sample_rate: int) -> Tensor:
     if not clip.path.endswith(".npy"):
         return load_audio(clip.path, sample_rate, clip.start, clip.frames)
     cut = _shard(clip.path)[clip.start : clip.start + clip.frames]
-    samples = torch.from_numpy(cut.astype(np.float32)) / 32768
-    if sample_rate == SHARD_RATE:
-        return samples
-    return resample(samples.numpy(), SHARD_RATE, sample_rate)
+    return resample(cut.astype(np.float32) / 32768, SHARD_RATE, sample_rate)
 
 
 @lru_cache(maxsize=256)
