@@ -32,6 +32,11 @@ def by_default(values: Iterable[Any], *chosen: Any) -> list[Any]:
     ]
 
 
+def by_value(value: Any) -> str | None:
+    """The name of a case's tuple: pytest's would be another for each case, as if all differed."""
+    return "+".join(map(str, value)) if isinstance(value, tuple) else None
+
+
 MANY = 20  # cases of one test
 LOTS = 100
 

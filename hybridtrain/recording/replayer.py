@@ -117,8 +117,8 @@ class Replayer:
             self._make_again(event)
         else:
             self._hand_over(event)
-        if event.kind == BROKEN:
-            self._broken.add(event.worker)
+        if event.kind == BROKEN or (event.kind == _STOPPED and self._broken):
+            self._broken.add(event.worker)  # or stopped by that of another
         self._due[event.worker].popleft()
 
     def _hand_over(self, event: RecordEvent) -> None:

@@ -303,6 +303,7 @@ def in_a_fork(one: Fit, device: str, limit_s: float) -> tuple[bool, str]:
 
 
 def _tell(one: Fit, device: str, there: Any) -> None:
+    torch.set_num_threads(1)  # OpenMP's other threads are not in a fork, and would be waited for
     try:
         there.send((True, one(device)))
     except BaseException:

@@ -442,7 +442,7 @@ def differences(one: Any, ours: Any, loose: bool, where: str = "") -> Iterator[s
         yield f"{where}: {one} and {ours}"
 
 
-PROGRAMS = [drawn(seed) for seed in range(300)]
+PROGRAMS = [drawn(seed) for seed in range(150)]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -44,6 +44,14 @@ def test_a_file_is_the_old_one_or_the_new_one_and_never_a_part(
     assert path.read_bytes() == b"new" and [*path.parent.iterdir()] == [path]
 
 
+def test_a_name_with_a_zero_byte_is_an_error_of_the_system_like_others(tmp_path: Path) -> None:
+    """As a record or a configuration from elsewhere may have it; the text is that of the caller."""
+    for path in (tmp_path / "a\0b.ckpt", tmp_path / "a\0b" / "last.ckpt"):
+        with pytest.raises(OSError, match="zero byte"):
+            write_whole(path, b"new")
+    assert [*tmp_path.iterdir()] == []
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

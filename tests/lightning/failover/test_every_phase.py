@@ -27,7 +27,7 @@ from tests.lightning.failover.counting import (
     counts_are,
 )
 from tests.lightning.toys import make_trainer
-from tests.picking import but_slow
+from tests.picking import but_slow, by_value
 
 SIZE, EPOCHS = 2, 2  # six mini-batches of each of two workers in an epoch
 
@@ -195,7 +195,9 @@ UNEVEN = [
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
-    ("choice", "phase", "workers", "n"), but_slow(UNEVEN, lambda case, n: n % 29 > 0)
+    ("choice", "phase", "workers", "n"),
+    but_slow(UNEVEN, lambda case, n: n % 29 > 0),
+    ids=by_value,
 )
 def test_so_it_does_in_lock_step_where_some_have_nothing_in_the_last_step(
     tmp_path: Path, choice: str, phase: str, workers: tuple[int, ...], n: int
@@ -236,7 +238,9 @@ ALL = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("strategy", "choice", "phase", "workers"), but_slow(ALL, lambda case, n: n % 79 != 0)
+    ("strategy", "choice", "phase", "workers"),
+    but_slow(ALL, lambda case, n: n % 79 != 0),
+    ids=by_value,
 )
 def test_all_may_be_lost(
     tmp_path: Path, monkeypatch: Any, strategy: Any, choice: str, phase: str, workers: Any
