@@ -42,6 +42,7 @@ def test_the_package_says_that_it_is_typed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_a_program_that_uses_every_public_name_passes_mypy_strict(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text((Path(__file__).parent / "users_script.py").read_text())
