@@ -6,7 +6,7 @@ Legend: P elements of one dtype's buffer (padding included), W workers.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from math import prod
 
@@ -123,6 +123,17 @@ class UpdateMaker(Enum):
     def counts_steps(self) -> bool:
         """Whether each worker counts its own steps in shared memory."""
         return self in (UpdateMaker.ONE_BY_ONE, UpdateMaker.IN_PLACE)
+
+
+def elements(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements, in the order of its shape."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def tensor_of(elements: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The reverse of :func:`elements`."""
+    return torch.frombuffer(bytearray(elements), dtype=dtype).view(tuple(shape))
 
 
 class Store:
@@ -345,7 +356,7 @@ class Store:
         self.moves.all_of(writes)
         for number, elements in writes.items():
             slot = self.layout.slots[number]
-            value = torch.frombuffer(bytearray(elements), dtype=slot.dtype).view(slot.shape)
+            value = tensor_of(elements, slot.dtype, slot.shape)
             if self.private_parameters:
                 read = self.parameter(worker, slot)
                 if meeting is None or self._written_behind.get(number) != meeting:

@@ -47,7 +47,7 @@ Every = Positive | Several | Then | BySpeed
 
 
 class ExchangeOptions(Checked):
-    """Those of an exchange; some have none."""
+    """The base of each exchange's options; some exchanges have none."""
 
     prefix = "exchange."
 

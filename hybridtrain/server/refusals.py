@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Release, SetTimer
 from hybridtrain.protocol.messages import Push
@@ -38,29 +38,37 @@ def standing(for_s: float, waiting: Mapping[int, str], away: Sequence[int]) -> s
     )
 
 
-def misordered(policy: object, order: object, unsettled: Set[int], free: Set[int]) -> str | None:
+_NAMES_WORKERS = (Apply, Accumulate, Drop, Release)
+
+
+def misordered(
+    policy: object,
+    order: object,
+    pushed: Container[int],
+    settled: Container[int],
+    ready: Container[int],
+) -> str | None:
     """Why this order of the policy cannot be carried out, if so.
 
-    ``unsettled``: workers with contributions that no order has settled; ``free``: workers that a
-    ``Release`` may name.
+    ``pushed``: workers whose contributions wait; ``settled``: those of them that an order has
+    applied, accumulated or dropped; ``ready``: workers that wait to begin a mini-batch.
     """
     if isinstance(order, SetTimer):
         return None
-    orders = Apply | Accumulate | Drop | Release
-    if not isinstance(order, orders) or not isinstance(order.workers, Sequence):
+    if not isinstance(order, _NAMES_WORKERS) or not isinstance(order.workers, (tuple, list)):
         return (
             f"policy {as_typed(policy)} returned {shown(order)}; it must return a list of "
             "Apply(workers), Accumulate(workers), Drop(workers), Release(workers) and "
             "SetTimer(at_s), where workers are a tuple"
         )
-    releases = isinstance(order, Release)
-    if not (wrong := set(order.workers) - (free if releases else unsettled)):
+    if isinstance(order, Release):
+        wrong = [each for each in order.workers if each not in settled and each not in ready]
+        why = "does not wait, or its contribution was not applied, accumulated or dropped before"
+    else:
+        wrong = [each for each in order.workers if each not in pushed or each in settled]
+        why = "has no contribution, or it was applied, accumulated or dropped before"
+    if not wrong:
         return None
-    why = (
-        "does not wait, or its contribution was not applied, accumulated or dropped before"
-        if releases
-        else "has no contribution, or it was applied, accumulated or dropped before"
-    )
     return f"policy {as_typed(policy)} ordered {order}, but worker {_numbers(wrong)} {why}"
 
 

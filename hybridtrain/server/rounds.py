@@ -310,7 +310,7 @@ class Rounds:
         if self.broken:
             return []
         orders = self._policy.on(fact)
-        return self._do(orders if isinstance(orders, Sequence) else (orders,))
+        return self._do(orders if isinstance(orders, (tuple, list)) else (orders,))
 
     def _do(self, orders: Sequence[Order]) -> Replies:
         """Carry out the orders one after the other.
@@ -342,10 +342,8 @@ class Rounds:
         return replies + self._release_all() if self._over else replies
 
     def _check(self, order: Order) -> None:
-        settled = self._outcome.keys()
-        unsettled = self.pushed.keys() - settled
-        free = settled | self._ready
-        if (reason := misordered(self._policy, order, unsettled, free)) is not None:
+        reason = misordered(self._policy, order, self.pushed, self._outcome, self._ready)
+        if reason is not None:
             raise UserError(reason)
 
     def _lacks_portions(self, workers: Iterable[int]) -> bool:

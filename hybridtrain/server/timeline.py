@@ -22,7 +22,7 @@ class TrainingTime:
     _paused_at_s: float | None = None
 
     def of(self, at_s: float) -> float:
-        """Those that have passed by now, which is ``at_s``."""
+        """Seconds of training until ``at_s``."""
         return (at_s if self._paused_at_s is None else self._paused_at_s) - self.began_s
 
     def pause(self, now_s: float) -> None:

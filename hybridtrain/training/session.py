@@ -156,8 +156,8 @@ class WorkerSession:
         keeps = exchange.keeps or self._requirements.whole_rounds
         gives = exchange.update == "user"  # gradients, which the user's optimizer steps
         sends = not (exchange.keeps or gives or self._requirements.evaluates)
-        lone = self._client.n_workers == 1
-        sends &= lone or (self._requirements.whole_rounds and self._client.worker == 0)
+        alike = self._requirements.whole_rounds or self._client.n_workers == 1
+        sends &= alike and self._client.worker == 0
         replica = OwnReplica(
             self._parameters, self._store, self._client.worker, keeps, gives, sends
         )

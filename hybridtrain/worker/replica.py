@@ -23,6 +23,7 @@ import torch
 
 from hybridtrain.memory import Packed, Store, open_window, pack
 from hybridtrain.memory.sparse_rows import flat_view
+from hybridtrain.memory.store import elements
 from hybridtrain.protocol.messages import Writes
 from hybridtrain.worker.device import Streams
 from hybridtrain.worker.row_encoder import RowEncoder
@@ -131,7 +132,7 @@ class Replica(Protocol):
         """
 
     def apart(self) -> Writes:
-        """What user code has written, also to parameters that do not follow the masters."""
+        """Parameters changed by user code, also frozen ones, which do not follow the masters."""
         return self.writes()
 
     def unsent(self) -> Writes:
@@ -176,12 +177,6 @@ def tells_writes(store: Store, worker: int) -> bool:
     all-reduce would have saved.
     """
     return store.private_parameters or worker == 0
-
-
-def elements(tensor: torch.Tensor) -> bytes:
-    """A tensor's elements, in the order of its shape."""
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def has_later_hooks(parameter: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ import torch
 from hybridtrain.exchanges.compression import Codec
 from hybridtrain.memory import Store, pack
 from hybridtrain.memory.layout import Slot
+from hybridtrain.memory.store import elements
 from hybridtrain.protocol.messages import Writes
 from hybridtrain.worker.device import (
     KINDS,
@@ -37,7 +38,6 @@ from hybridtrain.worker.device import (
 from hybridtrain.worker.replica import (
     HostReplica,
     Replica,
-    elements,
     has_later_hooks,
     tells_writes,
 )

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hybridtrain.memory import Store
+from hybridtrain.memory.store import elements
 from hybridtrain.protocol.messages import Writes
 from hybridtrain.worker.device import KINDS, PageLocked
-from hybridtrain.worker.replica import Replica, elements
+from hybridtrain.worker.replica import Replica
 
 
 class OwnReplica(Replica):

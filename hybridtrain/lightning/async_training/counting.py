@@ -19,7 +19,12 @@ from hybridtrain.lightning.async_training.update_count import (
     set_global_step,
     step_schedulers,
 )
-from hybridtrain.lightning.hooks.loop_hooks import accumulates, logged_step, set_logged_step
+from hybridtrain.lightning.hooks.loop_hooks import (
+    accumulates,
+    hook_ends_epoch,
+    logged_step,
+    set_logged_step,
+)
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
@@ -141,8 +146,7 @@ class UpdateCount:
 
         Lightning steps schedules all the same, so a worker's own ones do, too.
         """
-        now = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        return not self._own and bool(now.started < now.ready)
+        return not self._own and hook_ends_epoch(self._trainer.fit_loop.epoch_loop)
 
     def call_for_logged(self) -> None:
         """Step schedules on a plateau of training: all workers may meet next, for a validation."""

@@ -140,7 +140,7 @@ def validate_again(loops: dict[str, Any], before: int) -> None:
 
 
 def rest_of(sampler: EpochSampler, unseen: dict[LoaderPass, Spans], owes: bool) -> dict[str, Any]:
-    """What is left of a loader's pass; ``unseen``, ``owes``: see :meth:`EpochSampler.progress`."""
+    """The rest of a loader's pass; ``unseen``, ``owes``: see :meth:`EpochSampler.progress`."""
     lap, batches, spans = sampler.progress(unseen, owes)
     source, indices, sizes = sampler.source, None, None
     if not isinstance(source, Seeded):  # it cannot be drawn again

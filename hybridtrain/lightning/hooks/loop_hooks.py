@@ -219,6 +219,12 @@ def is_limited(trainer: Any) -> bool:
     return isinstance(limit, int) or limit not in (1.0, None)  # 1 is one mini-batch, 1.0 all
 
 
+def hook_ends_epoch(loop: Any) -> bool:
+    """Whether ``on_train_batch_start`` has returned -1 for the mini-batch of the epoch loop."""
+    now = loop.batch_progress.current
+    return bool(now.started < now.ready)
+
+
 def set_fetched_batches(trainer: Any, fetched: int) -> None:
     """Set the fetched mini-batches of this epoch: others take the place of the last ones."""
     fetcher = training_fetcher(trainer)

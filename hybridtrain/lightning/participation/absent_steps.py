@@ -40,6 +40,7 @@ from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stoppin
 from hybridtrain.lightning.hooks.loop_hooks import (
     forget_batch,
     forget_group,
+    hook_ends_epoch,
     is_at_last_batch,
     logged_step,
     put_back_metric,
@@ -173,8 +174,7 @@ class Absence:
         self._look_who_waits()
         self.gradients_are_there()
         if _MADE in self._to_come:
-            now: Any = self._loop.batch_progress.current
-            self._come_to(_MADE, (steps_of(self._loop), now.started < now.ready))
+            self._come_to(_MADE, (steps_of(self._loop), hook_ends_epoch(self._loop)))
 
     def _look_who_waits(self) -> None:
         if not self._whole_rounds or self._sits_out:

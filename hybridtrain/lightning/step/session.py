@@ -24,6 +24,7 @@ from hybridtrain.lightning.step.gradient_readers import gradients_are_final, is_
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.saved_states import SavedStates
 from hybridtrain.memory import Layout, unpack
+from hybridtrain.memory.store import tensor_of
 from hybridtrain.protocol.messages import Average, Averaged, Row, Writes
 from hybridtrain.training.session import Trained, WorkerSession
 from hybridtrain.training.step.guard import Guard, OnFault
@@ -202,7 +203,7 @@ class Session(WorkerSession):
         """Make the writes to parameters that hooks of another worker's mini-batch have made."""
         for number, value in writes.items():
             own = self._parameters[number].data
-            own.copy_(torch.frombuffer(bytearray(value), dtype=own.dtype).view(own.shape))
+            own.copy_(tensor_of(value, own.dtype, own.shape))
 
     @contextmanager
     def keeping_writes(self) -> Iterator[None]:

@@ -128,7 +128,7 @@ def shared(module: torch.nn.Module) -> Named:
 
 
 def lies_apart(buffer: torch.Tensor) -> bool:
-    """Whether it is dense, and no two elements are one (as in an expanded tensor)."""
+    """True if the buffer is dense and each element has its own memory (an expanded one has not)."""
     return buffer.layout == torch.strided and (buffer.numel() < 2 or 0 not in buffer.stride())
 
 
