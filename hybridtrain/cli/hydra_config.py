@@ -22,6 +22,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 import hybridtrain
+from hybridtrain.errors import UserError
 
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
@@ -120,6 +121,9 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     model is passed on, ``task=own`` unless a task is named, and that ``model.width`` may be a new
     key. The same holds for ``data``. ``trainer.num_nodes=1:4`` stands for up to 4 hosts, of which
     1 is enough to begin; a comparison's ``budget=7`` for 7 trials. Other overrides are unchanged.
+
+    Raises:
+        UserError: if a range of hosts is none.
     """
     if f"experiment={COMPARISON}" in overrides:
         overrides = [re.sub(r"^budget=(\d+)$", r"budget.trials=\1", x) for x in overrides]
@@ -142,9 +146,11 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _range_of_hosts(text: str) -> list[str]:
-    found = re.fullmatch(r"trainer\.num_nodes=(\d+):(\d+)", text)
+    found = re.fullmatch(r"trainer\.num_nodes=(\d*):(\d*)", text)
     if found is None:
         return [text]
+    if "" in found.groups() or int(found[1]) > int(found[2]):
+        raise UserError(f"{text} was given; a range of hosts is FROM:TO, for example 1:4")
     return [f"strategy.min_hosts={found[1]}", f"trainer.num_nodes={found[2]}"]
 
 

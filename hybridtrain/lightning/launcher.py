@@ -165,7 +165,9 @@ class HybridLauncher(Launcher):
                 strategy.data_options["host_sums"] and len(strategy.numbers_here) > 1,
             )
             with surroundings(job, start.method):
-                return results_of(relay.run(partial(_body_of, job)))
+                over = relay.run(partial(_body_of, job))
+            strategy.remember_stats(over.stats)
+            return results_of(over)
 
     def _run(self, job: _Job, judge: Judge, start: StartOptions, others: Hosts | None) -> list[Any]:
         """Train with new workers; return their results."""

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import exchange_of
+from hybridtrain.exchanges import Exchange, exchange_of
 from hybridtrain.policies import Policy, make_policy
 from hybridtrain.recording.observed import MOST_EVENTS, Observed, observed_in
 from hybridtrain.recording.record_file import DROPPED, Record
@@ -70,15 +70,16 @@ Reached = tuple[float, float]  # samples until the target, at least and at most
 class Evidence:
     """One recorded run.
 
-    ``times``: worker -> seconds of its mini-batches, ``steps`` of which make a contribution;
-    ``lag``: mini-batches computed at one point before one counts at a later one, (1 + staleness)
-    times those of an update; ``cores`` and ``cpu_s`` (processor seconds of a mini-batch): 0 if the
-    run does not say; ``samples_per_s``: of training, without first steps.
+    ``times``: worker -> seconds of its mini-batches, ``exchange.steps`` of which make a
+    contribution; ``gathers``: contributions in an update; ``lag``: mini-batches computed at one
+    point before one counts at a later one, (1 + staleness) times those of an update; ``cores`` and
+    ``cpu_s`` (processor seconds of a mini-batch): 0 if the run does not say; ``samples_per_s``: of
+    training, without first steps.
     """
 
     folder: Path
     seen: Observed
-    steps: int
+    exchange: Exchange
     times: Mapping[int, Sequence[float]]
     data: Mapping[str, Any]
     strategy: str
@@ -150,19 +151,20 @@ def evidence(folder: Path) -> Evidence:
     if model := record.header["about"].get("config", {}).get("model"):
         data["model"] = model.get("_target_")
     strategy = dict(seen.strategy)
-    gathers, staleness = _lag(run, strategy, seen)
     samples, cpu_s = run.figure("samples") or 0, run.figure("cpu_s") or 0.0
-    steps, times = _steps(strategy), {worker: own[1:] for worker, own in seen.times.items()}
-    seen = replace(seen, batch_size=max(1, round(seen.batch_size / steps)))
+    exchange = exchange_of(_policy(strategy), strategy.get("exchange"))
+    gathers, staleness = _gathers(run, strategy, seen)
+    times = {w: [x / exchange.steps for x in own[1:]] for w, own in seen.times.items()}
+    seen = replace(seen, batch_size=max(1, round(seen.batch_size / exchange.steps)))
     return Evidence(
         folder=folder,
         seen=seen,
-        times={worker: [x / steps for x in own] for worker, own in times.items()},
-        steps=steps,
+        exchange=exchange,
+        times=times,
         data=data,
         strategy=str(run.summary.get("strategy") or name_of(strategy.get("policy") or "hybrid")),
         gathers=gathers,
-        lag=gathers * (1 + staleness),
+        lag=gathers * exchange.steps * (1 + staleness),
         threads=int(record.header["threads"]),
         cores=int(run.figure("cores") or 0),
         cpu_s=cpu_s * seen.batch_size / samples if samples else 0.0,
@@ -186,17 +188,12 @@ def _policy(strategy: Mapping[str, Any]) -> Policy:
     return make_policy(strategy.get("policy") or "hybrid")
 
 
-def _lag(run: Run, strategy: Mapping[str, Any], seen: Observed) -> tuple[float, float]:
-    """Mini-batches in an update, and updates that a gradient is late, on average."""
+def _gathers(run: Run, strategy: Mapping[str, Any], seen: Observed) -> tuple[float, float]:
+    """Contributions in an update, and updates that one is late, on average."""
     effective, staleness = run.figure("effective_batch"), run.figure("staleness", "mean")
     if effective is not None:
         return max(1.0, effective / seen.batch_size), staleness or 0.0
-    return float(_policy(strategy).begin(seen.n_workers).gathers * _steps(strategy)), 0.0
-
-
-def _steps(strategy: Mapping[str, Any]) -> int:
-    """Mini-batches of a contribution."""
-    return exchange_of(_policy(strategy), strategy.get("exchange")).steps
+    return float(_policy(strategy).begin(seen.n_workers).gathers), 0.0
 
 
 def _state_bytes(run: Run) -> int | None:

@@ -134,7 +134,7 @@ class Plan:
     def between_s(self, run: Evidence) -> float:
         """Time of a contribution that is not in a run's times, from its own speed."""
         simulated, measured = self.checked.get(str(run.folder), (math.inf, math.inf))
-        each = run.seen.n_workers * run.seen.batch_size * run.steps
+        each = run.seen.n_workers * run.seen.batch_size * run.exchange.steps
         return max(0.0, each / measured - each / simulated)
 
     def rows(
@@ -224,8 +224,8 @@ def _run(
     times, needs = _times(source, layout), policy.begin(n)
     same = _as_recorded(source, layout) and spec.label == source.strategy
     longer = None if same else _contention(plan, source, layout, needs.whole_rounds)
-    own = exchange.parameters == "own" and source.steps == 1  # else it is in the times
-    own_step_s = seen.update_s if own else 0.0
+    own = exchange.parameters == "own" and source.exchange.parameters != "own"
+    own_step_s = seen.update_s if own else 0.0  # else it is in the times
     added_s = between_s, own_step_s
     draws = [_drawn(times.stream(worker, 0), steps, *added_s) for worker in range(n)]
     epoch = None if seen.epoch is None else max(n, round(seen.epoch / seen.batch_size / steps))
@@ -285,7 +285,7 @@ def _row_bytes(spec: StrategySpec, exchange: Exchange, size_bytes: int) -> int:
 def _drawn(draw: Draw, steps: int, between_s: float, own_step_s: float) -> Draw:
     """Seconds of the mini-batches of one contribution."""
     if steps == 1:
-        return lambda: draw() + between_s
+        return lambda: draw() + own_step_s + between_s
     return lambda: between_s + sum(draw() + own_step_s for _ in range(steps))
 
 

@@ -371,9 +371,10 @@ def runs_sheet(runs: Sequence[Run], names: Sequence[str]) -> str:
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     told = differences(runs)
     rows = [
-        _row(run, name)
+        (own := _row(run, name))
         | {metric: run.metrics.get(metric) for metric in metrics}
         | {key: each[i] for key, each in told.items()}
+        | own  # also where a metric has the name of a column
         for i, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
     return sheet(rows[0], rows)

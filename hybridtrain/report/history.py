@@ -14,7 +14,7 @@ Columns that are always present:
 
 and, if the strategy counts them, all since training began: ``waiting_share`` (mean over the
 workers, 0 to 1), ``staleness_mean`` and ``staleness_max`` (updates), ``effective_batch`` (samples
-per update), ``dropped`` (contributions), ``lead_max`` (mini-batches ahead of the slowest worker).
+per update), ``dropped`` (contributions), ``lead_max`` (contributions ahead of the slowest worker).
 The remaining columns are validation metrics, in the row after each validation. Empty: unknown.
 """
 

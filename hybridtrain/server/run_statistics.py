@@ -233,14 +233,15 @@ class RunStatistics:
     def stats(self) -> dict[str, Any]:
         """Updates, samples, samples per second of training, waiting shares in [0, 1], staleness.
 
-        ``awaited_share``: waiting for each worker, in [0, 1] of all waiting; ``step_s``: seconds
-        per mini-batch, by worker; ``dropped``: contributions that were too late or of an aborted
-        step, by worker; ``lead``: pushes ahead of the slowest worker; ``effective_batch``: samples
-        per update; ``left_out``: contributions that each worker left out, by the kind of fault;
-        ``handed_over``: ``sent_bytes`` of all contributions with a weight, and ``saved_bytes`` by
-        encoding; of several hosts also ``hosts``, for each: its ``workers``, the mean of their
-        ``waiting_share``, and its traffic. Staleness is counted per contribution: updates between
-        the reading of the parameters and the application of the gradient computed from them.
+        ``awaited_share``: waiting for each worker, in [0, 1] of all waiting; ``step_s``: seconds of
+        computing for a contribution, by worker; ``dropped``: contributions that were too late or of
+        an aborted step, by worker; ``lead``: contributions ahead of the slowest worker;
+        ``effective_batch``: samples per update; ``left_out``: contributions that each worker left
+        out, by the kind of fault; ``handed_over``: ``sent_bytes`` of all contributions with a
+        weight, and ``saved_bytes`` by encoding; of several hosts also ``hosts``, for each: its
+        ``workers``, the mean of their ``waiting_share``, and its traffic. Staleness is counted per
+        contribution: updates between the reading of the parameters and the application of the
+        gradient computed from them.
         """
         training_s, updates = self._training_s, self.version - self.first_version
         awaited_s = sum(account.awaited_s for account in self._accounts)

@@ -80,6 +80,9 @@ def test_a_range_of_hosts_is_their_number_and_the_least(command: Command, fits: 
     )
     assert result.code == 0, result.err
     assert "host 1 of 4" in result.complaint
+    for given in ("1:", ":4", "4:1"):
+        result = command(*TINY, f"trainer.num_nodes={given}")
+        assert result.code == 2 and f"num_nodes={given} was given; a range" in result.complaint
 
 
 def test_a_mistake_of_the_engine_is_one_line(command: Command, fits: list[str]) -> None:

@@ -139,6 +139,17 @@ def test_a_run_whose_workers_train_alone_has_several_mini_batches_in_a_contribut
     )
     assert own["samples_per_s"] == pytest.approx(16 / (1 + UPDATE_S), rel=0.01)
     assert each["samples_per_s"] == pytest.approx(4 / (0.25 + UPDATE_S), rel=0.01)
+    assert (own["lag"], each["lag"]) == (evidence(run).lag, 2) == (8, 2)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_worker_that_trains_alone_makes_each_step_itself(tmp_path: Path, every: int) -> None:
+    run, name = left(tmp_path / "run"), f"strategy=local_sgd:every={every}"
+    (row,) = planned(tmp_path, f"run={run}", name)
+    assert row["samples_per_s"] == pytest.approx(16 / (1 + UPDATE_S + UPDATE_S / every), rel=0.01)
+    run = left(tmp_path / "own", strategy="local_sgd", exchange={"name": "movement", "every": 1})
+    (row,) = planned(tmp_path, f"run={run}", "strategy=local_sgd:every=1")
+    assert row["samples_per_s"] == pytest.approx(16 / (1 + UPDATE_S), rel=0.01)
 
 
 # ---- the target ---------------------------------------------------------------------------------
@@ -218,7 +229,7 @@ def test_a_record_that_names_no_policy_is_of_hybrid(tmp_path: Path) -> None:
     recorded(tmp_path / "run", [1.0, 1.0], policy=None)
     (tmp_path / "run" / "summary.json").write_text('{"exit": 0}')
     run = evidence(tmp_path / "run")
-    assert (run.strategy, run.gathers, run.steps) == ("hybrid", 2.0, 1)
+    assert (run.strategy, run.gathers, run.exchange.steps) == ("hybrid", 2.0, 1)
 
 
 def test_a_codec_makes_rows_smaller(tmp_path: Path) -> None:

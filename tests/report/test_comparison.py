@@ -93,6 +93,15 @@ def test_bytes_are_shown_and_what_was_saved_where_something_was(tmp_path: Path) 
     assert (rows["int8"]["sent_bytes"], rows["int8"]["saved_bytes"]) == ("1016", "2984")
 
 
+def test_a_metric_with_the_name_of_a_column_leaves_the_runs_own_figure(tmp_path: Path) -> None:
+    metrics = {"updates": 0.25, "folder": 0.5, "samples": 0.75, "val/acc": 1.0}
+    leave(tmp_path / "run", metrics=metrics)
+    assert compare.main([str(tmp_path)]) == 0
+    (row,) = csv.DictReader((tmp_path / "comparison.csv").read_text("utf-8-sig").splitlines())
+    assert (row["updates"], row["folder"], row["val/acc"]) == ("9", f"{tmp_path}/run", "1")
+    assert row["samples"] == "", "the run does not say"
+
+
 def test_hosts_are_shown_where_there_were_several(tmp_path: Path) -> None:
     leave(tmp_path / "1", "strategy=a")
     assert "Hosts" not in page_of(tmp_path)[1].texts

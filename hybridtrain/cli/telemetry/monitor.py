@@ -39,16 +39,16 @@ class RunStats:
     """Statistics of a run so far. Lists have one entry for each worker; empty: not counted.
 
     ``waiting_share``: 0 to 1; ``awaited_share``: share of all waiting that is for this worker;
-    ``step_s``: seconds of a mini-batch. ``staleness``: ``mean`` and ``max`` in updates, counted per
-    contribution, and ``histogram``, staleness -> contributions. ``left_out``: contributions that a
-    worker left out, by the kind of fault. ``dropped``: contributions that were too late to count,
-    or of an aborted step. ``lead``: mini-batches that a worker is (``now``) or was at most
-    (``max``) ahead of the slowest. ``effective_batch``: samples per update. ``handed_over``:
-    ``sent_bytes`` of all workers, and ``saved_bytes`` by compression. ``hosts``: of several, for
-    each: its ``workers`` and their ``waiting_share``, the bytes that it has ``sent`` and
-    ``received``, and in how many seconds. ``device_memory``: by worker, the peak ``needed_bytes``
-    (0: not measured) of its device's ``total_bytes``. ``total``: updates and samples of a resumed
-    run since training began; empty: of another run, or unknown.
+    ``step_s``: seconds of computing for a contribution. ``staleness``: ``mean`` and ``max`` in
+    updates, counted per contribution, and ``histogram``, staleness -> contributions. ``left_out``:
+    contributions that a worker left out, by the kind of fault. ``dropped``: contributions that were
+    too late to count, or of an aborted step. ``lead``: contributions that a worker is (``now``) or
+    was at most (``max``) ahead of the slowest. ``effective_batch``: samples per update.
+    ``handed_over``: ``sent_bytes`` of all workers, and ``saved_bytes`` by compression. ``hosts``:
+    of several, for each: its ``workers`` and their ``waiting_share``, the bytes that it has
+    ``sent`` and ``received``, and in how many seconds. ``device_memory``: by worker, the peak
+    ``needed_bytes`` (0: not measured) of its device's ``total_bytes``. ``total``: updates and
+    samples of a resumed run since training began; empty: of another run, or unknown.
     """
 
     updates: int = 0

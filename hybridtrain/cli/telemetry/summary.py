@@ -224,7 +224,7 @@ def _lead(summary: Summary) -> str:
     most = summary.lead.get("max", [])
     if max(most, default=0) < 2:
         return ""
-    return f"at most {', '.join(map(str, most))} mini-batches before the slowest, worker by worker"
+    return f"at most {', '.join(map(str, most))} contributions before the slowest, worker by worker"
 
 
 def _dropped(summary: Summary) -> str:

@@ -68,7 +68,8 @@ def with_other_hosts(
             over = Over(error=f"{type(error).__name__}: {error}")
             raise
         finally:
-            hosts.conclude(over, others.last_arrivals())
+            told = replace(over, stats=strategy.run_stats())
+            hosts.conclude(told, others.last_arrivals())
         return results
 
 

@@ -38,12 +38,14 @@ class KillWorker:
 class Over:
     """The call of the trainer has ended. ``results``: of all workers.
 
-    ``error``: why there is none, in words; ``signum``: the signal that ended it, if one did.
+    ``error``: why there is none, in words; ``signum``: the signal that ended it, if one did;
+    ``stats``: the run's statistics.
     """
 
     results: list[Any] = field(default_factory=list)
     error: str = ""
     signum: int = 0
+    stats: dict[str, Any] = field(default_factory=dict)
 
 
 # ---- from a relay to the server's host ----------------------------------------------------------

@@ -75,6 +75,7 @@ def recorded(folder: Path, devices: int, **parts: Any) -> tuple[Record, list[Hos
     hosts = run_hosts(folder, partial(train, 2, devices, parts))
     assert [host.status for host in hosts] == [0, 0], hosts[0].said
     assert not (folder / "host1" / "record").exists()
+    assert hosts[0].result["stats"] == hosts[1].result["stats"]
     return read_record(find_record(folder / "host0" / "record")), hosts
 
 
