@@ -237,15 +237,21 @@ class CudaReplica(Replica):
         return self.writes() if alike or seen else {}
 
     def writes(self) -> Writes:
+        return self._changed(self._following)
+
+    def apart(self) -> Writes:
+        return self._changed(range(len(self._parameters)))
+
+    def _changed(self, numbers: Sequence[int]) -> Writes:
         """Seen by fingerprint: comparing with the host would take the bus for a whole pass."""
         self.incoming.settle()
-        if self._closed or not self._tells_writes or not self._following:
+        if self._closed or not self._tells_writes or not numbers:
             return {}
-        tensors = [self._parameters[number] for number in self._following]
-        changed = _differ([self._norms[number] for number in self._following], _norms(tensors))
+        tensors = [self._parameters[number] for number in numbers]
+        changed = _differ([self._norms[number] for number in numbers], _norms(tensors))
         return {
             number: elements(tensor)
-            for number, tensor, yes in zip(self._following, tensors, changed, strict=True)
+            for number, tensor, yes in zip(numbers, tensors, changed, strict=True)
             if yes or tensor._version != self._counts[number]
         }
 

@@ -26,7 +26,8 @@ from hybridtrain.worker.device import KINDS, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.replica_cuda import CudaReplica, _norms
 from hybridtrain.worlds.local.channel import Channel, channel_pair
-from tests.lightning.toys import Regression, fit, flat
+from tests.lightning.step.test_writes import Teacher
+from tests.lightning.toys import Regression, fit, flat, regression_data
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
 from tests.standin.training import fit_apart
@@ -224,6 +225,26 @@ def test_who_writes_nothing_is_told_to_have_written_nothing(make: Callable[[], n
     with torch.no_grad():
         next(net.parameters()).mul_(2)
     assert list(exchange.writes()) == [0]
+
+
+@in_a_process_of_its_own
+def test_frozen_parameters_that_were_written_are_known_for_workers_without_data() -> None:
+    state()
+    with HERE:
+        net = mixed()
+    exchange = open_exchange(net)
+    exchange.follow([0, 1])
+    net[2].weight.data.mul_(2)  # norms show it: ``.data`` evades torch's count
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+    assert list(exchange.writes()) == [0]
+    assert list(exchange.apart()) == [0, 4]
+
+
+def test_workers_on_devices_without_data_in_the_last_step_have_its_writes() -> None:
+    one, _ = fit_apart(1, 12, Teacher, regression_data(25), max_epochs=2)
+    two, _ = fit_apart(2, 6, Teacher, regression_data(25), max_epochs=2)
+    torch.testing.assert_close(flat(two), flat(one), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("make", [mixed, not_dense])
