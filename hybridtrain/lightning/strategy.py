@@ -153,7 +153,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def __init__(self, policy: Named = "hybrid", **options: Unpack[StrategyArguments]) -> None:
         given = checked({"policy": policy, **options})
         super().__init__(**of_lightning(given))
-        self.choose(given)
+        self.choose_parts(given)
         if (inside := given["inside"]) is not None:
             self._inside = choose("inside", inside, INSIDE, InsideOptions)
         self.workers_per_device = given["workers_per_device"]

@@ -151,7 +151,6 @@ def evidence(folder: Path) -> Evidence:
     if model := record.header["about"].get("config", {}).get("model"):
         data["model"] = model.get("_target_")
     strategy = dict(seen.strategy)
-    samples, cpu_s = run.figure("samples") or 0, run.figure("cpu_s") or 0.0
     exchange = exchange_of(_policy(strategy), strategy.get("exchange"))
     gathers, staleness = _gathers(run, strategy, seen)
     times = {w: [x / exchange.steps for x in own[1:]] for w, own in seen.times.items()}
@@ -167,7 +166,7 @@ def evidence(folder: Path) -> Evidence:
         lag=gathers * exchange.steps * (1 + staleness),
         threads=int(record.header["threads"]),
         cores=int(run.figure("cores") or 0),
-        cpu_s=cpu_s * seen.batch_size / samples if samples else 0.0,
+        cpu_s=(run.figure("cpu_s") or 0.0) * seen.batch_size / (run.figure("samples") or math.inf),
         state_bytes=_state_bytes(run),
         samples_per_s=speed_of(record),
         run=run,

@@ -55,7 +55,7 @@ class Scheme:
         """The scheme within a host; ``None``: its workers have none of their own."""
         return None
 
-    def choose(self, given: StrategyArguments) -> None:
+    def choose_parts(self, given: StrategyArguments) -> None:
         """Make the parts.
 
         Args:

@@ -116,7 +116,7 @@ class Server(Scheme):
             )
         exchange = exchange_of(make_policy(given["policy"]), given["exchange"])  # type: ignore[typeddict-item]
         steps, update = _who_steps(exchange, optimizer, given["update"])
-        self.choose({**given, "update": update})
+        self.choose_parts({**given, "update": update})
         self._make, self._model = _maker(steps), Model(model)
         self._model.check_finite(self._model.values, "the model")
         self._n_workers = 1
