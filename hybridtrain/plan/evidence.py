@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import numpy as np
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, exchange_of
 from hybridtrain.policies import Policy, make_policy
 from hybridtrain.recording.observed import MOST_EVENTS, Observed, observed_in
 from hybridtrain.recording.record_file import DROPPED, Record
@@ -70,16 +69,16 @@ Reached = tuple[float, float]  # samples until the target, at least and at most
 class Evidence:
     """One recorded run.
 
-    ``times``: worker -> seconds of its mini-batches, ``exchange.steps`` of which make a
-    contribution; ``gathers``: contributions in an update; ``lag``: mini-batches computed at one
-    point before one counts at a later one, (1 + staleness) times those of an update; ``cores`` and
-    ``cpu_s`` (processor seconds of a mini-batch): 0 if the run does not say; ``samples_per_s``: of
-    training, without first steps.
+    ``times``: worker -> seconds of its mini-batches; ``parameters``: that workers compute with, as
+    in ``Requirements``; ``gathers``: contributions in an update; ``lag``: mini-batches computed at
+    one point before one counts at a later one, (1 + staleness) times those of an update; ``cores``
+    and ``cpu_s`` (processor seconds of a mini-batch): 0 if the run does not say; ``samples_per_s``:
+    of training, without first steps.
     """
 
     folder: Path
     seen: Observed
-    exchange: Exchange
+    parameters: str
     times: Mapping[int, Sequence[float]]
     data: Mapping[str, Any]
     strategy: str
@@ -142,7 +141,7 @@ def evidence(folder: Path) -> Evidence:
     fewest = min(seen.times, key=lambda worker: len(seen.times[worker]))
     if (n := len(seen.times[fewest])) < LEAST:
         raise UserError(
-            f"run={folder}: its record has {n} mini-batch{'es' * (n != 1)} of worker {fewest}; a "
+            f"run={folder}: its record has {n} contribution{'s' * (n != 1)} of worker {fewest}; a "
             f"plan needs {LEAST} of each worker: train longer (trainer.max_epochs)"
         )
     run = read_run(folder)
@@ -151,19 +150,17 @@ def evidence(folder: Path) -> Evidence:
     if model := record.header["about"].get("config", {}).get("model"):
         data["model"] = model.get("_target_")
     strategy = dict(seen.strategy)
-    exchange = exchange_of(_policy(strategy), strategy.get("exchange"))
     gathers, staleness = _gathers(run, strategy, seen)
-    times = {w: [x / exchange.steps for x in own[1:]] for w, own in seen.times.items()}
-    seen = replace(seen, batch_size=max(1, round(seen.batch_size / exchange.steps)))
+    times = {worker: own[1:] for worker, own in seen.times.items()}
     return Evidence(
         folder=folder,
         seen=seen,
-        exchange=exchange,
+        parameters=record.header["requirements"]["parameters"],
         times=times,
         data=data,
         strategy=str(run.summary.get("strategy") or name_of(strategy.get("policy") or "hybrid")),
         gathers=gathers,
-        lag=gathers * exchange.steps * (1 + staleness),
+        lag=gathers * seen.steps * (1 + staleness),
         threads=int(record.header["threads"]),
         cores=int(run.figure("cores") or 0),
         cpu_s=(run.figure("cpu_s") or 0.0) * seen.batch_size / (run.figure("samples") or math.inf),
@@ -191,7 +188,7 @@ def _gathers(run: Run, strategy: Mapping[str, Any], seen: Observed) -> tuple[flo
     """Contributions in an update, and updates that one is late, on average."""
     effective, staleness = run.figure("effective_batch"), run.figure("staleness", "mean")
     if effective is not None:
-        return max(1.0, effective / seen.batch_size), staleness or 0.0
+        return max(1.0, effective / (seen.batch_size * seen.steps)), staleness or 0.0
     return float(_policy(strategy).begin(seen.n_workers).gathers), 0.0
 
 

@@ -134,7 +134,7 @@ class Plan:
     def between_s(self, run: Evidence) -> float:
         """Time of a contribution that is not in a run's times, from its own speed."""
         simulated, measured = self.checked.get(str(run.folder), (math.inf, math.inf))
-        each = run.seen.n_workers * run.seen.batch_size * run.exchange.steps
+        each = run.seen.n_workers * run.seen.batch_size * run.seen.steps
         return max(0.0, each / measured - each / simulated)
 
     def rows(
@@ -224,7 +224,7 @@ def _run(
     times, needs = _times(source, layout), policy.begin(n)
     same = _as_recorded(source, layout) and spec.label == source.strategy
     longer = None if same else _contention(plan, source, layout, needs.whole_rounds)
-    own = exchange.parameters == "own" and source.exchange.parameters != "own"
+    own = exchange.parameters == "own" and source.parameters != "own"
     own_step_s = seen.update_s if own else 0.0  # else it is in the times
     added_s = between_s, own_step_s
     draws = [_drawn(times.stream(worker, 0), steps, *added_s) for worker in range(n)]

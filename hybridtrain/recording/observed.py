@@ -21,7 +21,7 @@ import numpy as np
 
 from hybridtrain.errors import UserError
 from hybridtrain.recording.record_file import DROPPED, Record
-from hybridtrain.recording.record_reader import Cells, find_record, read_record, times_of
+from hybridtrain.recording.record_reader import Cells, find_record, read_record, steps_of, times_of
 
 MOST_EVENTS = 20_000  # of a record that are read: what follows is taken to be alike
 MOST_PUSHES = 2_000
@@ -31,7 +31,8 @@ MOST_PUSHES = 2_000
 class Observed:
     """A run without what it trained.
 
-    ``times``: worker -> seconds of each of its mini-batches. ``epoch``: samples between two
+    ``times``: worker -> seconds of its mini-batches, ``steps`` of which make a contribution (then
+    each is the mean of these). ``epoch``: samples between two
     meetings of all workers; ``None``: they never met. ``update_s``: of an update, with the replies'
     way. ``mini_batches``: the first ones of the run, of all workers together. ``strategy``: as
     configured; empty for a run from Python. ``hosts``: if there were several, the times of workers
@@ -40,6 +41,7 @@ class Observed:
 
     times: Mapping[int, list[float]]
     batch_size: int
+    steps: int
     epoch: int | None
     update_s: float
     mini_batches: int
@@ -64,27 +66,28 @@ def observe(run: Path) -> Observed:
 
 def observed_in(record: Record) -> Observed:
     """:func:`observe` a record that has been read."""
-    pushes, times = record.of_kind("Push"), times_of(record)
+    pushes, times, steps = record.of_kind("Push"), times_of(record), steps_of(record)
     sizes = {float(np.median(pushes["samples"][pushes["worker"] == w])) for w in times}
     if len(sizes) > 1 or not min(sizes) >= 1:
         raise UserError(
             f"{record.path}: mini-batches of {', '.join(f'{x:g}' for x in sorted(sizes))} samples "
             "were recorded; virtual time without a task has one size for all workers"
         )
-    batch_size = round(sizes.pop())
+    pushed = round(sizes.pop())
     return Observed(
-        times=times,
-        batch_size=batch_size,
-        epoch=_epoch(record, batch_size),
+        times={worker: [x / steps for x in own] for worker, own in times.items()},
+        batch_size=max(1, round(pushed / steps)),
+        steps=steps,
+        epoch=_epoch(record, pushed),
         update_s=_update_s(pushes, len(times)),
-        mini_batches=min(len(pushes), MOST_PUSHES),
+        mini_batches=min(len(pushes), MOST_PUSHES) * steps,
         strategy=record.header["about"].get("config", {}).get("strategy", {}),
         hosts=record.n_hosts,
         size_bytes=record.told.get("begin", {}).get("bytes", 0),
     )
 
 
-def _epoch(record: Record, batch_size: int) -> int | None:
+def _epoch(record: Record, pushed: int) -> int | None:
     """Samples between two meetings of all, without those of dropped pushes."""
     met, total, marks = set[int](), 0.0, [0.0]
     kinds = [record.kinds[kind] for kind in record.cells["kind"].tolist()]
@@ -94,7 +97,7 @@ def _epoch(record: Record, batch_size: int) -> int | None:
             met.discard(worker)
             total += samples
         elif kind == DROPPED:
-            total -= batch_size
+            total -= pushed
         elif kind == "Gather":
             met.add(worker)
             if len(met) == record.n_workers and total > marks[-1]:

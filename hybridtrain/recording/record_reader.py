@@ -139,10 +139,11 @@ def read_record(path: Path, most_events: int | None = None) -> Record:
 
 
 def service_times(run: str | Path) -> dict[int, list[float]]:
-    """Computing time in seconds before each push, per worker, in the order of the pushes.
+    """Computing time of mini-batches in seconds, per worker, in their order.
 
     Counted from a release to the next push, without waiting (meetings, the mean of all gradients)
-    and without validation.
+    and without validation. If a worker makes several steps of its own between two pushes, it is the
+    mean of these.
 
     Args:
         run: a run's directory, or its record.
@@ -150,11 +151,18 @@ def service_times(run: str | Path) -> dict[int, list[float]]:
     Raises:
         UserError: if there is no record, or a worker has pushed nothing.
     """
-    return times_of(read_record(find_record(Path(run))))
+    record = read_record(find_record(Path(run)))
+    n = steps_of(record)
+    return {worker: [x / n for x in own] for worker, own in times_of(record).items()}
+
+
+def steps_of(record: Record) -> int:
+    """Mini-batches between two pushes of a worker."""
+    return int(record.header.get("steps", 1))
 
 
 def times_of(record: Record) -> dict[int, list[float]]:
-    """The service times in a record, as in :func:`service_times`."""
+    """Computing time before each push, as :func:`service_times` counts it."""
     pushes = record.of_kind("Push")
     times = {
         worker: pushes["own_s"][pushes["worker"] == worker].astype(np.float64).tolist()

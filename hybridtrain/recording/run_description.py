@@ -107,6 +107,7 @@ def header(strategy: Any, threads: int, server_threads: int) -> dict[str, Any]:
         "policy": repr(strategy.policy),
         "correction": repr(strategy.correction),
         "exchange": repr(strategy.exchange),
+        "steps": strategy.exchange.steps,  # mini-batches of a push
         "update": repr(strategy.update),
         "requirements": asdict(strategy.requirements),
         "versions": versions(),

@@ -229,7 +229,7 @@ def test_a_record_that_names_no_policy_is_of_hybrid(tmp_path: Path) -> None:
     recorded(tmp_path / "run", [1.0, 1.0], policy=None)
     (tmp_path / "run" / "summary.json").write_text('{"exit": 0}')
     run = evidence(tmp_path / "run")
-    assert (run.strategy, run.gathers, run.exchange.steps) == ("hybrid", 2.0, 1)
+    assert (run.strategy, run.gathers, run.seen.steps) == ("hybrid", 2.0, 1)
 
 
 def test_a_codec_makes_rows_smaller(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_record_that_is_too_short_says_how_long_it_must_be(
 ) -> None:
     run = left(tmp_path / "run", rounds=12)
     error = refused(capsys, f"run={run}")
-    assert "its record has 12 mini-batches of worker 0; a plan needs 30 of each worker" in error
+    assert "its record has 12 contributions of worker 0; a plan needs 30 of each worker" in error
 
 
 def test_a_run_without_a_record_is_refused(

@@ -15,6 +15,7 @@ from hybridtrain.cli.hydra_config import conf_dir
 from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
 from hybridtrain.recording.observed import MOST_EVENTS, Observed, observe
+from hybridtrain.recording.record_reader import service_times
 from hybridtrain.recording.record_file import Writer
 from hybridtrain.recording.record_reader import read_record
 from hybridtrain.recording.recorder import KINDS
@@ -41,6 +42,8 @@ def recorded(
     config["strategy"] = {"policy": policy, "exchange": None, "update": None, **strategy}
     about = {"config": config, "drawn_seed": None, "checkpoints": [], "directory": "/"}
     told = header(len(seconds)) | {"about": {**about, "run_dir": "/"}}
+    if isinstance(own := strategy.get("exchange"), dict) and "every" in own:
+        told |= {"steps": own["every"], "requirements": {"parameters": "own"}}
     path.mkdir(exist_ok=True)
     writer, now_s = Writer(path / "record.bin", KINDS), 100.0
     writer.tell({"header": told})
@@ -89,7 +92,11 @@ def test_a_straggler_is_named_with_numbers_and_a_command_that_shows_them(tmp_pat
 
 def test_a_worker_is_not_called_slow_for_its_first_mini_batch() -> None:
     times = {0: [90.0, *[1.0] * 60], 1: [1.0] * 61, 2: [2.0] * 61}
-    assert advice._times_slower(Observed(times, 8, None, 0.0, 183, {})) == [1 / 1.5, 1 / 1.5, 2.0]
+    assert advice._times_slower(Observed(times, 8, 1, None, 0.0, 183, {})) == [
+        1 / 1.5,
+        1 / 1.5,
+        2.0,
+    ]
 
 
 def test_with_two_workers_the_slow_one_is_not_given_up(tmp_path: Path) -> None:
@@ -166,6 +173,15 @@ def test_a_run_is_observed_with_its_epochs_updates_and_sizes(tmp_path: Path) -> 
     recorded(tmp_path / "other", [1.0, 2.0], sizes=(32, 8))
     with pytest.raises(UserError, match="mini-batches of 8, 32 samples were recorded"):
         observe(tmp_path / "other")
+
+
+def test_a_run_whose_workers_train_on_their_own_is_observed_by_mini_batch(tmp_path: Path) -> None:
+    recorded(tmp_path, [1.0, 2.0], epoch=10, exchange={"name": "movement", "every": 4})
+    seen = observe(tmp_path)
+    assert (seen.batch_size, seen.steps, seen.epoch, seen.mini_batches) == (2, 4, 160, 640)
+    assert set(seen.times[1]) == {0.5} == set(service_times(tmp_path)[1])
+    (row,) = figures(f"python -m hybridtrain.simulate run={tmp_path} strategy=hybrid", tmp_path)
+    assert row["samples_per_s"] == pytest.approx(4 / (0.5 + UPDATE_S), rel=0.01)
 
 
 def test_conditions_of_a_simulated_run_can_be_changed_but_not_its_times(
