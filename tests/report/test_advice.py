@@ -15,9 +15,8 @@ from hybridtrain.cli.hydra_config import conf_dir
 from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
 from hybridtrain.recording.observed import MOST_EVENTS, Observed, observe
-from hybridtrain.recording.record_reader import service_times
 from hybridtrain.recording.record_file import Writer
-from hybridtrain.recording.record_reader import read_record
+from hybridtrain.recording.record_reader import read_record, service_times
 from hybridtrain.recording.recorder import KINDS
 from hybridtrain.report import advice
 from hybridtrain.report.advice import Advice, advise
