@@ -21,7 +21,13 @@ import numpy as np
 
 from hybridtrain.errors import UserError
 from hybridtrain.recording.record_file import DROPPED, Record
-from hybridtrain.recording.record_reader import Cells, find_record, read_record, steps_of, times_of
+from hybridtrain.recording.record_reader import (
+    Cells,
+    batch_times,
+    find_record,
+    read_record,
+    steps_of,
+)
 
 MOST_EVENTS = 20_000  # of a record that are read: what follows is taken to be alike
 MOST_PUSHES = 2_000
@@ -66,8 +72,9 @@ def observe(run: Path) -> Observed:
 
 def observed_in(record: Record) -> Observed:
     """:func:`observe` a record that has been read."""
-    pushes, times, steps = record.of_kind("Push"), times_of(record), steps_of(record)
-    sizes = {float(np.median(pushes["samples"][pushes["worker"] == w])) for w in times}
+    pushes, times, steps = record.of_kind("Push"), batch_times(record), steps_of(record)
+    given = pushes[pushes["samples"] > 0]
+    sizes = {float(np.median(given["samples"][given["worker"] == w])) for w in times}
     if len(sizes) > 1 or not min(sizes) >= 1:
         raise UserError(
             f"{record.path}: mini-batches of {', '.join(f'{x:g}' for x in sorted(sizes))} samples "
@@ -75,12 +82,12 @@ def observed_in(record: Record) -> Observed:
         )
     pushed = round(sizes.pop())
     return Observed(
-        times={worker: [x / steps for x in own] for worker, own in times.items()},
+        times=times,
         batch_size=max(1, round(pushed / steps)),
         steps=steps,
         epoch=_epoch(record, pushed),
         update_s=_update_s(pushes, len(times)),
-        mini_batches=min(len(pushes), MOST_PUSHES) * steps,
+        mini_batches=min(len(given), MOST_PUSHES) * steps,
         strategy=record.header["about"].get("config", {}).get("strategy", {}),
         hosts=record.n_hosts,
         size_bytes=record.told.get("begin", {}).get("bytes", 0),

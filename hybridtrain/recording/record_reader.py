@@ -142,8 +142,8 @@ def service_times(run: str | Path) -> dict[int, list[float]]:
     """Computing time of mini-batches in seconds, per worker, in their order.
 
     Counted from a release to the next push, without waiting (meetings, the mean of all gradients)
-    and without validation. If a worker makes several steps of its own between two pushes, it is the
-    mean of these.
+    and without validation. If a worker makes several steps of its own between two contributions, it
+    is the mean of these.
 
     Args:
         run: a run's directory, or its record.
@@ -151,23 +151,37 @@ def service_times(run: str | Path) -> dict[int, list[float]]:
     Raises:
         UserError: if there is no record, or a worker has pushed nothing.
     """
-    record = read_record(find_record(Path(run)))
-    n = steps_of(record)
-    return {worker: [x / n for x in own] for worker, own in times_of(record).items()}
+    return batch_times(read_record(find_record(Path(run))))
+
+
+def batch_times(record: Record) -> dict[int, list[float]]:
+    """:func:`service_times` of a record that has been read."""
+    pushes, n_steps = record.of_kind("Push"), steps_of(record)
+    found = {}
+    for worker in range(record.n_workers):
+        own = pushes[pushes["worker"] == worker]
+        counts = own["samples"] > 0  # else it only fetches parameters: its time is the next one's
+        sums = np.bincount(np.cumsum(counts) - counts, own["own_s"], len(own))[: counts.sum()]
+        found[worker] = (sums / n_steps).tolist()
+    return _known(record, found)
 
 
 def steps_of(record: Record) -> int:
-    """Mini-batches between two pushes of a worker."""
+    """Mini-batches of a contribution."""
     return int(record.header.get("steps", 1))
 
 
 def times_of(record: Record) -> dict[int, list[float]]:
-    """Computing time before each push, as :func:`service_times` counts it."""
+    """Computing time before each push, also before one without a contribution."""
     pushes = record.of_kind("Push")
     times = {
         worker: pushes["own_s"][pushes["worker"] == worker].astype(np.float64).tolist()
         for worker in range(record.n_workers)
     }
+    return _known(record, times)
+
+
+def _known(record: Record, times: dict[int, list[float]]) -> dict[int, list[float]]:
     for worker, found in times.items():
         if not found:
             raise UserError(

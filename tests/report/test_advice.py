@@ -34,6 +34,7 @@ def recorded(
     sizes: Sequence[int] = (8, 8, 8, 8),
     epoch: int = 20,  # rounds
     size_bytes: int = 0,
+    fetches: bool = False,  # in the middle of each mini-batch
     **strategy: Any,
 ) -> dict[str, Any]:
     """Write the record of a run in lock-step, with these times; returns its statistics."""
@@ -50,8 +51,10 @@ def recorded(
         writer.tell({"begin": {"parameters": "", "bytes": size_bytes}})
     for number in range(rounds):
         for worker in sorted(range(len(seconds)), key=seconds.__getitem__):
-            at_s = now_s + seconds[worker]
-            writer.event("Push", worker, 0, at_s, seconds[worker], sizes[worker])
+            at_s, part_s = now_s + seconds[worker], seconds[worker] / (1 + fetches)
+            if fetches:
+                writer.event("Push", worker, 0, now_s + part_s, part_s, 0.0)
+            writer.event("Push", worker, 0, at_s, part_s, sizes[worker])
         now_s += max(seconds) + UPDATE_S
         for worker in range(len(seconds) if number % epoch == epoch - 1 else 0):
             writer.event("Gather", worker, 0, now_s, 0.0, 0.0)
@@ -181,6 +184,13 @@ def test_a_run_whose_workers_train_on_their_own_is_observed_by_mini_batch(tmp_pa
     assert set(seen.times[1]) == {0.5} == set(service_times(tmp_path)[1])
     (row,) = figures(f"python -m hybridtrain.simulate run={tmp_path} strategy=hybrid", tmp_path)
     assert row["samples_per_s"] == pytest.approx(4 / (0.5 + UPDATE_S), rel=0.01)
+
+
+def test_a_worker_that_fetches_parameters_has_not_done_a_mini_batch(tmp_path: Path) -> None:
+    recorded(tmp_path, [1.0], epoch=10, fetches=True)
+    seen = observe(tmp_path)
+    assert (seen.batch_size, seen.epoch, seen.mini_batches) == (8, 80, 80)
+    assert seen.times == {0: [1.0] * 80} == service_times(tmp_path)
 
 
 def test_conditions_of_a_simulated_run_can_be_changed_but_not_its_times(
