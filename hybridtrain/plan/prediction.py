@@ -28,7 +28,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations, cycle, product
+from statistics import fmean
 
 import torch
 
@@ -47,6 +48,7 @@ from hybridtrain.plan.evidence import (
 )
 from hybridtrain.plan.timing import Draw, TimingRun
 from hybridtrain.policies import make_policy
+from hybridtrain.recording.observed import Observed
 from hybridtrain.simulate.simulations import StrategySpec
 from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.service_times import Measured, Times
@@ -162,10 +164,8 @@ class Plan:
 
     def _row(self, spec: StrategySpec, layout: Layout, errors: Mapping[str, float]) -> PlanRow:
         source = nearest(self.runs, layout.each, spec.label.partition(":")[0])
-        speed, timing = _run(self, source, spec, layout, self.between_s(source))
-        exchange = exchange_of(make_policy(spec.policy), spec.exchange)
-        gathers = timing.contributions / timing.version * exchange.steps
-        lag = gathers * (1 + timing.staleness)
+        speed, timing, steps = _run(self, source, spec, layout, self.between_s(source))
+        lag = timing.contributions / timing.version * steps * (1 + timing.staleness)
         memory = _memory_factor(source, layout.each, timing.requirements.whole_rounds)
         limits = _limits(timing, memory)
         error = errors.get(str(source.folder))
@@ -214,20 +214,21 @@ def own_spec(run: Evidence) -> StrategySpec | None:
 
 def _run(
     plan: Plan, source: Evidence, spec: StrategySpec, layout: Layout, between_s: float = 0.0
-) -> tuple[float, TimingRun]:
-    """Samples a second, and the simulated run."""
+) -> tuple[float, TimingRun, float]:
+    """Samples a second, the simulated run, and the mean of a contribution's mini-batches."""
     policy = make_policy(spec.policy)
     exchange = exchange_of(policy, spec.exchange)
     _check_plannable(spec, exchange)
-    n, steps, seen = layout.workers, exchange.steps, source.seen
-    contributions = _contributions(plan, spec, n, steps)
+    n, seen = layout.workers, source.seen
+    sizes = _sizes(exchange.steps, seen, n)
+    contributions = _contributions(plan, spec, n, steps := fmean(sizes))
     times, needs = _times(source, layout), policy.begin(n)
     same = _as_recorded(source, layout) and spec.label == source.strategy
     longer = None if same else _contention(plan, source, layout, needs.whole_rounds)
     own = exchange.parameters == "own" and source.parameters != "own"
     own_step_s = seen.update_s if own else 0.0  # else it is in the times
     added_s = between_s, own_step_s
-    draws = [_drawn(times.stream(worker, 0), steps, *added_s) for worker in range(n)]
+    draws = [_drawn(times.stream(worker, 0), sizes, *added_s) for worker in range(n)]
     epoch = None if seen.epoch is None else max(n, round(seen.epoch / seen.batch_size / steps))
     network = replace(layout.network, hosts=layout.hosts, size_bytes=seen.size_bytes)
     timing = TimingRun(
@@ -238,16 +239,24 @@ def _run(
     if timing.requirements.watches_loss or timing.requirements.evaluates:
         raise UserError(f"strategy={spec.label} depends on losses, which {_SIMULATE}")
     timing.run(contributions)
-    return timing.counted[0] * steps * seen.batch_size / timing.last_s, timing
+    return timing.counted[0] * steps * seen.batch_size / timing.last_s, timing, steps
 
 
-def _contributions(plan: Plan, spec: StrategySpec, n_workers: int, steps: int) -> int:
+def _sizes(steps: int, seen: Observed, n_workers: int) -> list[int]:
+    """Mini-batches of a worker's contributions in an epoch, at whose end it hands over the rest."""
+    if steps == 1 or seen.epoch is None:
+        return [steps]
+    full, rest = divmod(max(1, round(seen.epoch / seen.batch_size / n_workers)), steps)
+    return [*[steps] * full, *[rest] * (rest > 0)]
+
+
+def _contributions(plan: Plan, spec: StrategySpec, n_workers: int, steps: float) -> int:
     """To be simulated, of so many mini-batches each. Raises UserError if they are too many."""
-    found = max(plan.mini_batches // steps, LEAST_CONTRIBUTIONS * n_workers)
+    found = max(int(plan.mini_batches / steps), LEAST_CONTRIBUTIONS * n_workers)
     if found * steps > MOST_MINI_BATCHES:
         raise UserError(
             f"strategy={spec.label}: {LEAST_CONTRIBUTIONS} contributions of each of {n_workers} "
-            f"workers are {found * steps:,} mini-batches, and a row has at most "
+            f"workers are {found * steps:,.0f} mini-batches, and a row has at most "
             f"{MOST_MINI_BATCHES:,}; give fewer workers, or fewer mini-batches in a contribution"
         )
     return found
@@ -282,11 +291,12 @@ def _row_bytes(spec: StrategySpec, exchange: Exchange, size_bytes: int) -> int:
     return codec.n_bytes((size_bytes // 4,), torch.float32)
 
 
-def _drawn(draw: Draw, steps: int, between_s: float, own_step_s: float) -> Draw:
-    """Seconds of the mini-batches of one contribution."""
-    if steps == 1:
+def _drawn(draw: Draw, sizes: Sequence[int], between_s: float, own_step_s: float) -> Draw:
+    """Seconds of the mini-batches of one contribution; ``sizes``: how many, in turn."""
+    if max(sizes) == 1:
         return lambda: draw() + own_step_s + between_s
-    return lambda: between_s + sum(draw() + own_step_s for _ in range(steps))
+    size = cycle(sizes)
+    return lambda: between_s + sum(draw() + own_step_s for _ in range(next(size)))
 
 
 def _as_recorded(source: Evidence, layout: Layout) -> bool:

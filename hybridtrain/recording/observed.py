@@ -23,10 +23,11 @@ from hybridtrain.errors import UserError
 from hybridtrain.recording.record_file import DROPPED, Record
 from hybridtrain.recording.record_reader import (
     Cells,
+    batch_size_of,
     batch_times,
+    batches_in,
     find_record,
     read_record,
-    steps_of,
 )
 
 MOST_EVENTS = 20_000  # of a record that are read: what follows is taken to be alike
@@ -37,8 +38,8 @@ MOST_PUSHES = 2_000
 class Observed:
     """A run without what it trained.
 
-    ``times``: worker -> seconds of its mini-batches, ``steps`` of which make a contribution (then
-    each is the mean of these). ``epoch``: samples between two
+    ``times``: worker -> seconds of its mini-batches, ``steps`` of which make a contribution on
+    average (then each is the mean of one's). ``epoch``: samples between two
     meetings of all workers; ``None``: they never met. ``update_s``: of an update, with the replies'
     way. ``mini_batches``: the first ones of the run, of all workers together. ``strategy``: as
     configured; empty for a run from Python. ``hosts``: if there were several, the times of workers
@@ -47,7 +48,7 @@ class Observed:
 
     times: Mapping[int, list[float]]
     batch_size: int
-    steps: int
+    steps: float
     epoch: int | None
     update_s: float
     mini_batches: int
@@ -72,22 +73,24 @@ def observe(run: Path) -> Observed:
 
 def observed_in(record: Record) -> Observed:
     """:func:`observe` a record that has been read."""
-    pushes, times, steps = record.of_kind("Push"), batch_times(record), steps_of(record)
+    pushes, times, size = record.of_kind("Push"), batch_times(record), batch_size_of(record)
     given = pushes[pushes["samples"] > 0]
-    sizes = {float(np.median(given["samples"][given["worker"] == w])) for w in times}
+    batches = batches_in(record, given["samples"], size)
+    each = given["samples"] / batches
+    sizes = {float(np.median(each[given["worker"] == w])) for w in times}
     if len(sizes) > 1 or not min(sizes) >= 1:
         raise UserError(
             f"{record.path}: mini-batches of {', '.join(f'{x:g}' for x in sorted(sizes))} samples "
             "were recorded; virtual time without a task has one size for all workers"
         )
-    pushed = round(sizes.pop())
+    steps = float(batches.mean())
     return Observed(
         times=times,
-        batch_size=max(1, round(pushed / steps)),
+        batch_size=max(1, round(size)),
         steps=steps,
-        epoch=_epoch(record, pushed),
+        epoch=_epoch(record, round(size * steps)),
         update_s=_update_s(pushes, len(times)),
-        mini_batches=min(len(given), MOST_PUSHES) * steps,
+        mini_batches=round(min(len(given), MOST_PUSHES) * steps),
         strategy=record.header["about"].get("config", {}).get("strategy", {}),
         hosts=record.n_hosts,
         size_bytes=record.told.get("begin", {}).get("bytes", 0),

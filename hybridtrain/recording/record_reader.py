@@ -33,6 +33,7 @@ from hybridtrain.util.files import open_input
 from hybridtrain.util.option_types import EACH, Count, NotNegative, Range, Rule, misfit
 
 Cells = np.ndarray[Any, np.dtype[np.void]]
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 _LARGEST_RECORD_BYTES = 2**33  # 300 million events
 _LARGEST_PIECE_BYTES = 2**24
@@ -156,19 +157,32 @@ def service_times(run: str | Path) -> dict[int, list[float]]:
 
 def batch_times(record: Record) -> dict[int, list[float]]:
     """:func:`service_times` of a record that has been read."""
-    pushes, n_steps = record.of_kind("Push"), steps_of(record)
+    pushes, size = record.of_kind("Push"), batch_size_of(record)
     found = {}
     for worker in range(record.n_workers):
         own = pushes[pushes["worker"] == worker]
         counts = own["samples"] > 0  # else it only fetches parameters: its time is the next one's
         sums = np.bincount(np.cumsum(counts) - counts, own["own_s"], len(own))[: counts.sum()]
-        found[worker] = (sums / n_steps).tolist()
+        found[worker] = (sums / batches_in(record, own["samples"][counts], size)).tolist()
     return _known(record, found)
 
 
-def steps_of(record: Record) -> int:
-    """Mini-batches of a contribution."""
-    return int(record.header.get("steps", 1))
+def batches_in(record: Record, samples: Numbers, size: float) -> Numbers:
+    """How many mini-batches of ``size`` have made contributions of so many samples."""
+    own_steps = record.header.get("steps", 1) > 1
+    return np.maximum(1, np.rint(samples / size)) if own_steps else np.ones(len(samples))
+
+
+def batch_size_of(record: Record) -> float:
+    """Samples in a usual mini-batch, of accumulated ones together; 0: nothing was trained on."""
+    samples = record.of_kind("Push")["samples"]
+    samples = samples[samples > 0]
+    if not len(samples) or (steps := int(record.header.get("steps", 1))) == 1:
+        return float(np.median(samples)) if len(samples) else 0.0
+    config, most = record.header["about"].get("config", {}), float(samples.max())
+    given = (config.get("data") or {}).get("batch_size")
+    given = given * (config["trainer"].get("accumulate_grad_batches") or 1) if given else 0
+    return given if given and 1 <= most / given <= steps else most / steps
 
 
 def times_of(record: Record) -> dict[int, list[float]]:

@@ -6,7 +6,7 @@ line, so a killed run leaves all earlier rows. A new metric gets a column by rew
 Columns that are always present:
 
 ``wall_s``      since the run began: start-up and validations included
-``train_s``     of training alone: start-up and validations left out
+``train_s``     of training alone, until the last update: start-up and validations left out
 ``epoch``       from 0
 ``updates``     of the parameters, in this run
 ``samples``     trained on by all workers, in this run
@@ -15,7 +15,8 @@ Columns that are always present:
 and, if the strategy counts them, all since training began: ``waiting_share`` (mean over the
 workers, 0 to 1), ``staleness_mean`` and ``staleness_max`` (updates), ``effective_batch`` (samples
 per update), ``dropped`` (contributions), ``lead_max`` (contributions ahead of the slowest worker).
-The remaining columns are validation metrics, in the row after each validation. Empty: unknown.
+The remaining columns are metrics: of a validation in the row after it, of training (the means of an
+epoch among them) in one at the end of the epoch. Empty: unknown.
 """
 
 from __future__ import annotations

@@ -91,25 +91,33 @@ class RunStatistics:
         self._time.resume(self.clock())
 
     def pushed(
-        self, worker: int, weight: float, fault: str = "", waits: bool = True, waited_s: float = 0.0
+        self,
+        worker: int,
+        weight: float,
+        fault: str = "",
+        waits: bool = True,
+        waited_s: float = 0.0,
+        brings: bool = True,
     ) -> None:
         """The worker has pushed a gradient of ``weight`` samples, and ``waits`` or computes on.
 
         ``fault``: why it had to leave its contribution out, if so. ``waited_s``: before it pushed.
+        ``brings``: it is a contribution; else the worker only fetches parameters.
         """
         account = self._accounts[worker]
         now = max(self._now_s() - waited_s, account.released_at_s or 0.0)
         self._count_computing(worker, account, now, pushed=True)
         account.released_at_s, account.pushed_at_s = (None, now) if waits else (now, None)
         account.samples += weight
-        account.pushes += 1
+        account.pushes += brings
         if (self._accounts[self._last].pushed_at_s or 0.0) <= now:
             self._last = worker
         if fault:
             account.faults[fault] += 1
         self.samples += weight
-        self.clocks.tick(worker)
-        account.lead = max(account.lead, self.clocks.lead(worker))
+        if brings:
+            self.clocks.tick(worker)
+            account.lead = max(account.lead, self.clocks.lead(worker))
 
     def _count_computing(self, worker: int, account: _Worker, now: float, pushed: bool) -> None:
         if (begin_s := account.released_at_s) is not None:
@@ -128,10 +136,10 @@ class RunStatistics:
         self._count_computing(worker, account, now, pushed=False)
         account.released_at_s, account.pushed_at_s = None, now
 
-    def dropped(self, worker: int, weight: float) -> None:
-        """The worker's last push, of ``weight`` samples, does not count."""
+    def dropped(self, worker: int, weight: float, brings: bool = True) -> None:
+        """The worker's last push, of ``weight`` samples, does not count; see :meth:`pushed`."""
         account = self._accounts[worker]
-        account.dropped += 1
+        account.dropped += brings
         account.samples -= weight
         self.samples -= weight
         if self.timeline is not None:

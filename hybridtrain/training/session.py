@@ -298,6 +298,11 @@ class WorkerSession:
         self.put_back()
         self._gathered.begin(samples, together)
 
+    def go_on(self, samples: float) -> None:
+        """The next step is a later one of the same mini-batch, for so many samples of its own."""
+        self.put_back()
+        self._gathered.go_on(samples)
+
     def pull(self) -> int:
         """Bring the parameters up to date; their version."""
         self._client.settle()

@@ -372,9 +372,10 @@ class Worker:
         (step,) = self._session.steps
         if loss is not None or (self._wants.evaluates and gradients is not None):
             step.watch(_loss(loss, self._where))
-        rows = samples or self._rows
-        if rows or self._sampler is None:
-            self._session.begin_samples(rows or 1.0)
+        if self._rows or self._sampler is None:
+            self._session.begin_samples(samples or self._rows or 1.0)
+        elif samples:  # whether it counts is decided with the first push of the mini-batch
+            self._session.go_on(samples)
         has_some = any(parameter.grad is not None for parameter in step.parameters)
         step() if has_some else step.skip()
         for parameter in step.parameters:

@@ -123,7 +123,7 @@ def test_hosts_have_a_network_and_strategies_options(tmp_path: Path) -> None:
     rows = planned(tmp_path, f"run={run}", f"hosts=2x2,{size}", "strategy=ssp:lead=1,local_sgd")
     speed = {(row["strategy"], row["hosts"]): row["samples_per_s"] for row in rows}
     assert speed["ssp:lead=1", "2x2"] > 1.2 * speed["ssp:lead=1", size]
-    assert speed["local_sgd", size] > 0.9 * speed["local_sgd", "2x2"]  # every 8 mini-batches
+    assert speed["local_sgd", size] > 0.8 * speed["local_sgd", "2x2"]  # after 8, and then after 2
     assert all("network not measured" in row["extrapolated"] for row in rows)
     slow = planned(tmp_path, f"run={run}", "hosts=1x2:slower.0=2", "strategy=hybrid")
     assert slow[0]["bottleneck"] == "worker 0, 2× slower"
@@ -310,10 +310,6 @@ def test_a_metric_that_no_run_logs_is_refused(
         (["hosts=1x4:slower=1e308"], "slower=1e+308 was given; it must be a number above 0 and up"),
         (["network.latency_s=1e308"], "network.latency_s=1e+308 was given; it must be"),
         (["network.bandwidth=1e-300"], "network.bandwidth=1e-300 was given; it must be"),
-        (
-            ["strategy=local_sgd:every=100000000"],
-            "1,200,000,000 mini-batches, and a row has at most",
-        ),
         (["strategy=power_sgd"], "how many bytes it hands over depends on the shapes"),
         (["target=val/loss:nan"], "target=val/loss:nan was given; say target=METRIC:X"),
         (["target=val/loss:inf"], "target=val/loss:inf was given; say target=METRIC:X"),

@@ -102,7 +102,7 @@ class Run:
 
 def check_equal(run: Run, record: Record) -> None:
     report = run.replay(record)
-    assert report.parted == ""
+    assert report.parted == "", f"and replayed again: {run.replay(record).parted!r}"
     assert report == Replayed(len(record.cells), record.told["end"]["stats"]["updates"])
     assert report.equal and run.differing() == []
 

@@ -26,7 +26,7 @@ COUNTING = ("hybrid", "synchronous", "backup", "k_async", "k_batch_sync", "k_bat
 COUNTING += ("softsync", "async", "grace", "downpour")
 OWN = ("local_sgd", "post_local_sgd", "easgd", "diloco", "async_diloco", "downpour")  # parameters
 FEATURES = ("plain", "abstains", "rows", "two runs", "saved", "recorded", "simulated")
-FEATURES += ("saves inside", "pulls", "holds back", "pushes twice")
+FEATURES += ("saves inside", "pulls", "holds back", "pushes twice", "pushes parts")
 SGD = {"name": "sgd", "lr": 1.0}
 
 
@@ -122,6 +122,11 @@ def count(case: Case, folder: Path, worker: Worker) -> None:
         elif case.feature == "abstains" and rng.random() < 0.4:
             worker.push(None)
             held[:] = 0
+        elif case.feature == "pushes parts":
+            for part in (numbers[:1], numbers[1:]):
+                gradient = -np.bincount(part, minlength=case.n)
+                worker.push({"seen": gradient}, samples=len(part) or None)
+            held[:] = 0
         elif case.feature != "holds back" or step % 2:
             worker.push({"seen": held})
             held = np.zeros(case.n)
@@ -156,6 +161,9 @@ FOUND = (  # by a longer search
     Case("synchronous", "holds back", "number", 2, 40, 3, 1, False, 0, 0, 2, True, 0.01),
     # The samples of a mini-batch counted with each of its pushes.
     Case("downpour", "pushes twice", "array", 2, 40, 5, 3, False, 7, None, 0, True, 0.0),
+    # Each part of a dropped mini-batch that was pushed with ``samples`` was judged by itself.
+    Case("backup", "pushes parts", "array", 3, 40, 3, 2, False, 0, None, 0, True, 0.0),
+    Case("k_batch_sync", "pushes parts", "array", 3, 40, 3, 2, False, 0, None, 0, True, 0.003),
 )
 CASES = [*FOUND, *(drawn(seed) for seed in range(150))]
 

@@ -229,11 +229,18 @@ class RunMonitor(pl.Callback):
         if self._paused:
             self._began = time.perf_counter()
         self._paused = False
-        metrics = self._fresh_metrics(trainer)  # on every rank: to read one may be a collective
-        if not trainer.sanity_checking:
-            known = self._metrics.items()
-            self._validated = {k: float(v) for k, v in known if v is not self._before.get(k)}
-        if self._history is not None and not trainer.sanity_checking:
+        self._fresh_metrics(trainer)  # on every rank: to read one may be a collective
+        if trainer.sanity_checking:
+            return
+        known = self._metrics.items()
+        self._validated = {k: float(v) for k, v in known if v is not self._before.get(k)}
+        if self._history is not None:
+            self._record(trainer, self.stats(trainer), self._validated)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write what training has logged, means of the epoch among it, to the history."""
+        metrics = self._fresh_metrics(trainer)
+        if self._history is not None and metrics:
             self._record(trainer, self.stats(trainer), metrics)
 
     def on_train_batch_end(
@@ -263,7 +270,7 @@ class RunMonitor(pl.Callback):
         stats = self.stats(trainer)
         self._log(trainer, stats)
         self._leave(trainer, stats)
-        self._record(trainer, stats, self._fresh_metrics(trainer))
+        self._record(trainer, stats, {})
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -306,7 +313,7 @@ class RunMonitor(pl.Callback):
         if self._follows:
             self._train_s += max(0.0, known["training_s"] - self._elapsed_s())
             self._follows = False
-        train_s = self._elapsed_s()
+        train_s = known.get("training_s", self._elapsed_s())  # until the last update
         counted = {**self._counted(trainer), **known}
         total = self._since_beginning(counted) if any(self._total.values()) else {}
         return RunStats.of(counted, workers=trainer.world_size, train_s=train_s, total=total)
