@@ -208,7 +208,7 @@ def speed_of(record: Record) -> float:
     firsts = (np.flatnonzero(pushes & (cells["worker"] == w))[0] for w in range(record.n_workers))
     first = int(max(firsts))
     last = int(np.flatnonzero(pushes)[-1])
-    size = float(np.median(cells["samples"][pushes]))
+    size = float(np.median(cells["samples"][pushes & (cells["samples"] > 0)]))
     counted = cells["samples"][first + 1 : last + 1][pushes[first + 1 : last + 1]].sum()
     counted -= size * drops[first + 1 : last + 1].sum()
     return float(counted / (at_s[last] - at_s[first])) if at_s[last] > at_s[first] else math.nan

@@ -50,6 +50,8 @@ from hybridtrain.plan.timing import Draw, TimingRun
 from hybridtrain.policies import make_policy
 from hybridtrain.recording.observed import Observed
 from hybridtrain.simulate.simulations import StrategySpec
+from hybridtrain.updates.named import UpdateSpec
+from hybridtrain.util.option_types import name_of
 from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.service_times import Measured, Times
 
@@ -181,7 +183,7 @@ class Plan:
             lag=lag,
             dropped_share=timing.dropped / timing.pushes,
             handed_over_bytes_per_s=timing.pushes / timing.now_s * timing.size_bytes,
-            memory_bytes=_memory_bytes(source, timing.requirements, layout),
+            memory_bytes=_memory_bytes(source, spec, timing.requirements, layout),
             bottleneck=_bottleneck(limits, _factors(source, layout)),
             limits=limits,
             extrapolated=tuple(_extrapolated(self, source, spec, layout)),
@@ -205,8 +207,8 @@ def _rank(row: PlanRow) -> tuple[float, float]:
 
 def own_spec(run: Evidence) -> StrategySpec | None:
     """The run's own strategy; ``None``: it is not known by name."""
-    given, exchange = map(run.seen.strategy.get, ("policy", "exchange"))
-    return None if given is None else StrategySpec(run.strategy, given, exchange)
+    given, *more = map(run.seen.strategy.get, ("policy", "exchange", "update"))
+    return None if given is None else StrategySpec(run.strategy, given, *more)
 
 
 # ---- speed --------------------------------------------------------------------------------------
@@ -395,12 +397,24 @@ def _bottleneck(limits: Mapping[str, float], slow: Mapping[int, float]) -> str:
     return name
 
 
-def _memory_bytes(source: Evidence, wants: Requirements, layout: Layout) -> int:
+def _memory_bytes(source: Evidence, spec: StrategySpec, wants: Requirements, layout: Layout) -> int:
     """Masters, optimizer state, rows, copies on the host with the server (docs/memory.md)."""
+    exchange = exchange_of(make_policy(spec.policy), spec.exchange)
     state = USUAL_STATE_BYTES if source.state_bytes is None else source.state_bytes
     own = layout.each * (4 + state) if wants.parameters == "own" else 0
     rows = 4 * layout.workers * (1 + wants.has_copies)
+    if not isinstance(exchange.update, str):  # the merge rule sees a copy of each row
+        rows += 4 * layout.workers
+    elif exchange.update != "user":  # the masters move by what is merged
+        state, rows = _outer_state_bytes(spec.update), rows + 4 * wants.has_copies
     return (4 + state + rows + own + 4 * wants.holds) * source.seen.size_bytes // 4
+
+
+def _outer_state_bytes(update: UpdateSpec) -> int:
+    """Bytes of a named update's state for each parameter."""
+    given = update if isinstance(update, Mapping) else {"name": update}
+    momentum = 4 if given.get("momentum") else 0
+    return {None: 0, "sgd": momentum, "delayed_nesterov": 8}.get(name_of(given), USUAL_STATE_BYTES)
 
 
 def _extrapolated(plan: Plan, run: Evidence, spec: StrategySpec, layout: Layout) -> Iterator[str]:

@@ -26,7 +26,7 @@ class Needs:
     them).
     """
 
-    whole_rounds: bool
+    whole_rounds: bool = False
     turns: bool = False
     holds: bool = False
     drops_late: bool = False

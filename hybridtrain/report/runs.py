@@ -92,6 +92,7 @@ class Run:
         shares, dropped = self.figures("waiting_share"), self.figures("dropped")
         return {
             **{name: self.figure(name) for name in FIGURES},
+            **self._since_beginning(),
             "waiting_percent": 100 * sum(shares) / len(shares) if shares else None,
             "staleness_mean": self.figure("staleness", "mean"),
             "staleness_max": self.figure("staleness", "max"),
@@ -100,6 +101,15 @@ class Run:
             "sent_bytes": self.figure("handed_over", "sent_bytes"),
             "saved_bytes": self.figure("handed_over", "saved_bytes"),
         }
+
+    def _since_beginning(self) -> dict[str, float]:
+        """Counts and times of a resumed run, as its history has them; empty for other runs."""
+        names, columns = ("updates", "samples", "train_s", "wall_s"), self.curve.columns
+        if not self.summary.get("resumed") or not columns.get("updates"):
+            return {}
+        whole = {name: columns[name][-1] for name in names}
+        speed = {"samples_per_s": whole["samples"] / whole["train_s"]} if whole["train_s"] else {}
+        return whole | speed
 
     @property
     def status(self) -> str:

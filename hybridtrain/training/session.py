@@ -112,7 +112,11 @@ class WorkerSession:
 
     def _make_guard(self, on_fault: OnFault, check: FiniteCheck, layout: Layout) -> Guard:
         """Make the guard, which checks gradients before they are handed over."""
-        return Guard(on_fault, check, layout, lambda: f"worker {self._client.worker}")
+        return Guard(on_fault, check, layout, self.where)
+
+    def where(self) -> str:
+        """Which worker this is, and where training is."""
+        return f"worker {self._client.worker}"
 
     @property
     def final(self) -> bool:

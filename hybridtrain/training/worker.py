@@ -108,12 +108,18 @@ class _Session(WorkerSession):
         client: to the server.
         trained: what is trained.
         job: of this worker.
+        where: says which worker this is, and where its body is.
     """
 
-    def __init__(self, client: Client, trained: Trained, job: Job) -> None:
-        self._states = job.past.optimizer
+    def __init__(
+        self, client: Client, trained: Trained, job: Job, where: Callable[[], str]
+    ) -> None:
+        self._states, self._where = job.past.optimizer, where
         parts = job.requirements, job.exchange, job.update, job.on_fault
         super().__init__(client, trained, *parts)
+
+    def where(self) -> str:
+        return self._where()
 
     @property
     def named(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
@@ -150,7 +156,7 @@ class Worker:
         joint = self._wants.parameters == "masters" and client.n_workers > 1
         buffers = shared(module) if joint and module is not None else []
         trained = Trained(named, [self.optimizer], buffers, sparse)
-        self._session = _Session(client, trained, job)
+        self._session = _Session(client, trained, job, lambda: self._where)
         self._session.begin(job.past.updates)
         visible = self._model.visible
         self._visible = _Arrays(visible) if isinstance(visible, dict) else visible

@@ -26,10 +26,11 @@ def left(
     policy: Any = "hybrid",
     exchange: Any = None,
     size_bytes: int = 0,
+    epoch: int = 20,  # rounds
     **summary: Any,
 ) -> Path:
     """The folder of a run that validated after every 1,000 samples."""
-    recorded(folder, seconds, rounds, policy, sizes, exchange=exchange, size_bytes=size_bytes)
+    recorded(folder, seconds, rounds, policy, sizes, epoch, size_bytes, exchange=exchange)
     name = policy if isinstance(policy, str) else policy["name"]
     n = len(seconds)
     said = {"strategy": name, "samples": rounds * n * 8, "effective_batch": n * 8.0}
@@ -232,6 +233,26 @@ def test_a_record_that_names_no_policy_is_of_hybrid(tmp_path: Path) -> None:
     assert (run.strategy, run.gathers, run.seen.steps) == ("hybrid", 2.0, 1)
 
 
+def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
+    """With Adam and two workers, a worker's own parameters and state included: docs/memory.md."""
+    run = left(tmp_path / "run", size_bytes=4)
+    own = 2 * (4 + 8)
+    wanted = {"hybrid": 20, "async": 28, "softsync": 32, "sign_sgd": 28, "local_sgd": 12 + own}
+    wanted |= {"diloco": 16 + own, "async_diloco": 32 + own, "easgd": 24 + own}
+    wanted |= {"downpour": 28 + own}
+    rows = planned(tmp_path, f"run={run}", f"strategy={','.join(wanted)}")
+    assert {row["strategy"]: row["memory_bytes"] for row in rows} == wanted
+
+
+def test_the_end_of_an_epoch_hands_over_what_is_left(tmp_path: Path) -> None:
+    """An epoch has 20 mini-batches of each worker: 8, 8 and 4, or one contribution of all."""
+    run = left(tmp_path / "run")
+    some, one = (
+        planned(tmp_path, f"run={run}", f"strategy=local_sgd:every={n}")[0] for n in (8, 100)
+    )
+    assert (some["lag"], one["lag"]) == (pytest.approx(2 * 20 / 3), 2 * 20)
+
+
 def test_a_codec_makes_rows_smaller(tmp_path: Path) -> None:
     run = left(tmp_path / "run", size_bytes=4000)
     sizes = "hosts=2x2,2x2:network.bandwidth=1e3"
@@ -283,6 +304,14 @@ def test_runs_of_different_trainings_are_refused(
     one, other = left(tmp_path / "1"), left(tmp_path / "2", sizes=(4, 4))
     error = refused(capsys, f"run={one},{other}")
     assert "differ in samples in a mini-batch: 8, 4; runs in one plan train the same" in error
+
+
+def test_more_mini_batches_than_a_row_may_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = left(tmp_path / "run", epoch=10**9)  # its workers never meet
+    error = refused(capsys, f"run={run}", "strategy=local_sgd:every=100000000")
+    assert "1,200,000,000 mini-batches, and a row has at most" in error
 
 
 def test_a_metric_that_no_run_logs_is_refused(

@@ -112,6 +112,17 @@ class Facts:
     def steps(self) -> int:
         return int(self.trainer.global_step)
 
+    def rows_of_worker_0(self) -> str:
+        """Which of its mini-batches have a row, where workers run freely."""
+        strategy: Any = self.trainer.strategy
+        stats, wants = strategy.run_stats(), strategy.requirements
+        own = round(stats["samples_per_worker"][0] / SIZE)
+        if wants.gathers == 1:
+            assert len(self.rows) == own
+            return "each mini-batch of worker 0"
+        assert len(self.rows) <= min(own, stats["updates"])
+        return "those of worker 0, at most one for each update"
+
     def names(self, count: int, calls: bool = False) -> str:
         """What the count equals; ``calls``: by user code, in its mini-batches."""
         strategy: Any = self.trainer.strategy
@@ -168,7 +179,7 @@ def counted(strategy: str) -> dict[str, str]:
     assert whole or not lockstep
     assert facts.rows == sorted(set(facts.rows)) and max(facts.rows) <= facts.steps
     assert not lockstep or len(facts.rows) == facts.steps
-    every = "each step" if lockstep else "each mini-batch of worker 0"
+    every = "each step" if lockstep else facts.rows_of_worker_0()
     if facts.trainer.strategy.requirements.evaluates:  # type: ignore[attr-defined]
         assert len(facts.rows) == facts.steps - 1
         every = "each update but the last"

@@ -96,7 +96,7 @@ class Guard:
         if choice == "raise":
             raise NotFinite(
                 f"{what}; look at these samples or lower the learning rate, or go on with "
-                "strategy.on_nonfinite=drop (leaves this worker out of the step) or skip_step"
+                "on_nonfinite=drop (leaves this worker out of the step) or skip_step"
             )
         self._note(NONFINITE, choice, what)
         return False

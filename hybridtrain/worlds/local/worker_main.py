@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hybridtrain.errors import UserError
 from hybridtrain.monitoring.hang_detector import Doing, Heartbeat
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.util.anonymous_files import stop_sharing_maps
@@ -176,7 +177,11 @@ def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:
     except ChannelClosed:
         raise
     except Exception as error:  # a result that cannot be pickled
-        channel.send(Failed.of(error))
+        problem = UserError(
+            f"what the worker returns cannot be sent to the calling process ({error}); return "
+            "numbers, arrays, tensors, or other objects that can be pickled"
+        )
+        channel.send(Failed.of(problem))
 
 
 def _prepare_process(start: WorkerStart) -> None:

@@ -151,7 +151,7 @@ def test_by_default_the_run_ends_and_says_whose_fault_it_was(module: Any, policy
     assert "worker " in text and "(cpu) at step " in text and "epoch 0, mini-batch " in text
     assert "net.0.weight (" in text and "of 64 elements)" in text
     assert "samples sample_ids=[" in text and f"{POISON}" in text
-    assert "strategy.on_nonfinite=drop" in text
+    assert "on_nonfinite=drop" in text
 
 
 @pytest.mark.few(2)
