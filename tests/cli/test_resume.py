@@ -20,6 +20,7 @@ import torch
 from hybridtrain.cli import claim, resume
 from hybridtrain.cli.hydra_config import complete_overrides, conf_dir
 from hybridtrain.cli.resume import expanded
+from hybridtrain.report.runs import read_run
 from hybridtrain.util import files
 from tests.cli.conftest import Command, in_use, summary
 from tests.cli.test_interrupt import _none_left
@@ -110,6 +111,8 @@ def test_the_total_is_what_all_parts_have_counted(command: Command, strategy: st
         assert part["total"] == ({} if epochs == 1 else counted)
         last_row = table("here/history.csv")[-1]
         assert {name: int(float(last_row[name])) for name in counted} == counted
+        compared = read_run(Path("here")).numbers
+        assert {name: compared[name] for name in counted} == counted
         options = ["resume=here", "resume_override=true"]
     assert counted["samples"] == 4 * N
 

@@ -102,6 +102,8 @@ def test_a_run_leaves_its_course_whatever_its_loggers(command: Command, strategy
     assert columns["train_s"] == sorted(columns["train_s"])
     assert all(a < b for a, b in zip(columns["train_s"], columns["wall_s"], strict=True))
     assert [x for _, x in zip(*course.points("epoch", "val/size"), strict=True)] != []
+    assert course.points("epoch", "train/loss")[0] == [0, 1], "each mean in its epoch's row"
+    assert columns["train_s"][-1] == pytest.approx(found["train_s"], abs=1e-3)
     assert "staleness_mean" not in columns or strategy != "ddp"
     assert all(loss > 0 for loss in course.points("samples", "train_loss")[1])
 
