@@ -73,14 +73,23 @@ _UNLOGGED = {
     "EarlyStopping": r"Early stopping conditioned on metric `(.+)` which .* following: `(.*)`",
     "ReduceLROnPlateau": r"ReduceLROnPlateau conditioned on metric (.+) which .* are: \[(.*)\]\.",
 }
+_TOO_LONG = r"`val_check_interval` \((\d+)\) must be less than or equal to .* batches \((\d+)\)"
 
 
 @contextmanager
-def naming_monitors(cfg: DictConfig) -> Iterator[None]:
-    """Raise UserError where a callback or scheduler monitors a metric that the run does not log."""
+def naming_keys(cfg: DictConfig) -> Iterator[None]:
+    """Raise UserError for what only a run's data and metrics show.
+
+    That is a monitored metric that the run does not log, and an interval longer than an epoch.
+    """
     try:
         yield
     except Exception as error:
+        if found := re.search(_TOO_LONG, str(error)):
+            raise UserError(
+                f"trainer.val_check_interval={found[1]} was given, and an epoch has {found[2]} "
+                "mini-batches of each worker; give at most so many, or a share of it (0.5)"
+            ) from error
         for user, pattern in _UNLOGGED.items():
             if found := re.search(pattern, str(error)):
                 metric, logged = found[1], re.sub("['`]", "", found[2])

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from rich.table import Table
 
-from hybridtrain.cli.explain import explain, naming_monitors, one_line
+from hybridtrain.cli.explain import explain, naming_keys, one_line
 from hybridtrain.cli.hydra_config import changed_keys, conf_dir, placed
 from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.resume import configuration
@@ -51,7 +51,7 @@ def replay(record: Record, anyway: bool) -> Replayed:
 def _explained(record: Record, parts: Parts) -> Iterator[None]:
     """Raise UserError for a mistake in the configuration that shows during training."""
     try:
-        with naming_monitors(parts.cfg):
+        with naming_keys(parts.cfg):
             yield
     except Exception as error:
         line = explain(error, [])

@@ -49,7 +49,7 @@ from hybridtrain.cli.exit_status import (
     interrupted,
     printed,
 )
-from hybridtrain.cli.explain import naming_monitors
+from hybridtrain.cli.explain import naming_keys
 from hybridtrain.cli.further_host import place_in, quiet
 from hybridtrain.cli.hydra_config import overrides_of, portable
 from hybridtrain.cli.quiet import hush_lightning
@@ -375,7 +375,7 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
     trainer, module, data = parts.trainer, parts.module, parts.data
     ckpt = cfg.ckpt
     if not cfg.test_only:
-        with keeping_whole(trainer), naming_monitors(cfg):
+        with keeping_whole(trainer), naming_keys(cfg):
             _fit(cfg, parts)
         check_kept(Path(cfg.run_dir))
         parts.metrics |= metrics_of(trainer)

@@ -49,6 +49,21 @@ def test_a_run_names_the_key_and_what_it_logs(
     assert "val/size" in result.err.partition("it logged ")[2] and "Traceback" not in result.err
 
 
+def test_an_interval_longer_than_an_epoch_is_one_line(command: Command) -> None:
+    result = command(*TINY, *QUIET, "trainer.devices=2", "trainer.val_check_interval=100")
+    assert result.code == 2 and "Traceback" not in result.err
+    assert "val_check_interval=100 was given, and an epoch has 6 mini-batches" in result.err
+
+
+def test_a_run_without_an_end_is_not_tried_under_another_policy(
+    command: Command, replay: Replay
+) -> None:
+    options = ["trainer.devices=2", "trainer.max_epochs=-1", "trainer.max_time={seconds: 1}"]
+    assert command(*TINY, *QUIET, *options).code == 0
+    result = replay("run=run", "policy=async")
+    assert result.code == 2 and "the run has no end" in result.complaint
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("given", "key"), [CASES[0], CASES[2]])
 def test_another_policy_is_tried_with_that_run_in_vain(
