@@ -246,7 +246,7 @@ def _gradient(name: str, value: Any, parameter: torch.nn.Parameter) -> torch.Ten
         matrix = value.tocoo()
         where = torch.from_numpy(np.stack([matrix.row, matrix.col]).astype(np.int64))
         data = _from_numpy(f"the gradient of {name}", matrix.data)
-        value = torch.sparse_coo_tensor(where, data, matrix.shape)
+        value = torch.sparse_coo_tensor(where, data, matrix.shape, check_invariants=True)
     if not isinstance(value, torch.Tensor):
         value = _from_numpy(f"the gradient of {name}", value)
     if tuple(value.shape) != shape:

@@ -584,6 +584,26 @@ def test_a_gradient_that_is_not_finite_may_be_left_out() -> None:
     assert (model["w"] == 0).all() and server.stats()["left_out"] == {"nonfinite": [3]}
 
 
+def overflows(worker: Worker) -> None:
+    for number, _ in enumerate(worker.batches()):
+        worker.push({"w": np.full(4, np.inf if number == 2 else 1.0, "f4")})
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_mini_batch() -> None:
+    said = r"worker 0, epoch 0, mini-batch 3 has a gradient that is not finite: w \(4 of 4"
+    with pytest.raises(Exception, match=said):
+        Server(weights(), optimizer=SGD).run(overflows, data=8, batch_size=2)
+
+
+def returns_a_function(worker: Worker) -> Any:
+    return lambda: worker
+
+
+def test_a_result_that_cannot_be_sent_is_one_line() -> None:
+    with pytest.raises(UserError, match="what the worker returns cannot be sent"):
+        Server(weights(), optimizer=SGD).run(returns_a_function)
+
+
 def idle(worker: Worker) -> None:
     """Never asks for data."""
 
