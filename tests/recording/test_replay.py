@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing.forkserver import _forkserver
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +250,19 @@ def test_a_run_that_went_on_from_a_checkpoint_is_replayed(tmp_path: Path, policy
 def test_a_run_of_processes_started_afresh_is_replayed(tmp_path: Path, method: str) -> None:
     run = Run(tmp_path, strategy={"start_method": method}, trainer={"max_epochs": 2})
     check_equal(run, run.record())
+
+
+@pytest.mark.slow
+def test_processes_started_afresh_have_the_seed_of_their_own_run(tmp_path: Path) -> None:
+    """A fork server outlives a run where multiprocessing was used before; it has old variables."""
+    get_temp_dir()
+    try:
+        for seed in (1, 7):
+            options = {"strategy": {"start_method": "forkserver"}, "trainer": {"max_epochs": 1}}
+            run = Run(tmp_path / str(seed), seed=seed, **options)
+            check_equal(run, run.record())
+    finally:
+        _forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

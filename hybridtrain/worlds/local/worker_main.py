@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
 from typing import Any, NoReturn
@@ -107,7 +107,8 @@ class WorkerStart:
     """The parent's parameters for a worker; ``parent_pid``: ``None`` behind a fork server.
 
     ``apart``: there are workers on other hosts; ``blas``: the parent's :func:`blas_libraries`, if
-    the worker is forked.
+    the worker is forked; else ``environment`` has the parent's variables, seeds among them. A fork
+    server that runs already has those of the moment at which it was started.
     """
 
     worker: int
@@ -117,6 +118,14 @@ class WorkerStart:
     bells: tuple[int, ...] = ()  # of all workers, if they may make updates in shared memory
     apart: bool = False
     blas: Any = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a new process, before the modules of the body are imported."""
+        vars(self).update(state)
+        if self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
 
     def arguments(
         self, body: Body, pairs: Mapping[int, SocketPair], lines: Sequence[socket.socket] | None
