@@ -569,7 +569,7 @@ def test_bad_input_is_refused_before_a_process_starts(made: Any, said: str) -> N
         ({"w": (np.array([9]), np.ones(1))}, "rows 9 to 9, and the parameter has 4"),
         ({"w": (np.array([1]), np.ones(2))}, r"must be \(1,\)"),
         ({"w": (np.array([1.7]), np.ones(1))}, "row numbers of float64"),
-        ({"w": np.array([1, np.nan, 1, 1])}, r"worker 0 has a gradient that is not finite: w"),
+        ({"w": np.array([1, np.nan, 1, 1])}, r"has a gradient that is not finite: w"),
     ],
 )
 def test_gradients_that_do_not_fit_are_refused(gradients: Any, said: str) -> None:
