@@ -172,9 +172,8 @@ class Rounds:
         self._handed_over.take(worker, push, self.store, self.optimizers)
         self.pushed[worker] = push
         samples = self._samples(push)
-        self._statistics.pushed(
-            *(worker, samples, push.fault, push.waits, push.waited_s), brings=self._brings(push)
-        )
+        brings = push.weight > 0 or self._brings(push)
+        self._statistics.pushed(worker, samples, push.fault, push.waits, push.waited_s, brings)
         self._averaging.forget(worker)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         made = isinstance(push, MadeStep)  # it counts in any case
