@@ -71,6 +71,7 @@ _HEADER = {
     "kinds": [str],
     "workers": Annotated[int, Range(1, NOBODY - 1)],
     "hosts?": [Count],
+    "steps?": Annotated[int, Range(1, 2**31)],
     **dict.fromkeys(("threads", "server_threads"), _Threads),
     **dict.fromkeys(("policy", "correction?", "exchange?", "update?"), str),
     "requirements": {"parameters": str},
@@ -180,9 +181,11 @@ def batch_size_of(record: Record) -> float:
     if not len(samples) or (steps := int(record.header.get("steps", 1))) == 1:
         return float(np.median(samples)) if len(samples) else 0.0
     config, most = record.header["about"].get("config", {}), float(samples.max())
-    given = (config.get("data") or {}).get("batch_size")
-    given = given * (config["trainer"].get("accumulate_grad_batches") or 1) if given else 0
-    return given if given and 1 <= most / given <= steps else most / steps
+    given = 1
+    for group, name in (("data", "batch_size"), ("trainer", "accumulate_grad_batches")):
+        value = (config.get(group) or {}).get(name)  # a user's own data may mean anything by it
+        given *= value if type(value) is int and value > 0 else 1
+    return given if 1 <= most / given <= steps else most / steps
 
 
 def times_of(record: Record) -> dict[int, list[float]]:

@@ -172,8 +172,8 @@ class Rounds:
         self._handed_over.take(worker, push, self.store, self.optimizers)
         self.pushed[worker] = push
         samples = self._samples(push)
-        brings = push.weight > 0 or self._brings(push)
-        self._statistics.pushed(worker, samples, push.fault, push.waits, push.waited_s, brings)
+        counts = self._contributes(push)
+        self._statistics.pushed(worker, samples, push.fault, push.waits, push.waited_s, counts)
         self._averaging.forget(worker)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         made = isinstance(push, MadeStep)  # it counts in any case
@@ -303,7 +303,7 @@ class Rounds:
         for worker in workers:
             push, outcome = self.pushed.pop(worker, None), self._outcome.pop(worker, None)
             if push is not None and outcome is None:
-                self._statistics.dropped(worker, self._samples(push), self._brings(push))
+                self._statistics.dropped(worker, self._samples(push), self._contributes(push))
 
     # ---- orders ---------------------------------------------------------------------------------
 
@@ -355,15 +355,15 @@ class Rounds:
         held = [cover for _, _, covers in self._held for cover in covers]
         return not self._queue.is_whole([*pushed, *held])
 
-    def _brings(self, push: Push) -> bool:
-        """Whether it is a contribution; else the worker only fetches parameters."""
+    def _contributes(self, push: Push) -> bool:
+        """True for a contribution, false for a push with which a worker only fetches parameters."""
         return push.weight > 0 or self.requirements.whole_rounds or push.fault != ""
 
     def _release_all(self) -> Replies:
         """Update limit reached: drop pending pushes and release all workers."""
         for worker, push in self.pushed.items():
             if worker not in self._outcome:
-                self._statistics.dropped(worker, self._samples(push), self._brings(push))
+                self._statistics.dropped(worker, self._samples(push), self._contributes(push))
                 self._outcome[worker] = _dropped(push)
         return [self._release(worker) for worker in sorted(self.pushed.keys() | self._ready)]
 
@@ -418,7 +418,7 @@ class Rounds:
         self._queue.give_back(worker, push.covers)
         self.take(worker, push.writes)
         self.optimizers.apply_changes(worker, push.optimizer, push.changes)
-        self._statistics.dropped(worker, self._samples(push), self._brings(push))
+        self._statistics.dropped(worker, self._samples(push), self._contributes(push))
         self._outcome[worker] = _dropped(push)
 
     def _samples(self, push: Push) -> float:

@@ -97,25 +97,25 @@ class RunStatistics:
         fault: str = "",
         waits: bool = True,
         waited_s: float = 0.0,
-        brings: bool = True,
+        contributes: bool = True,
     ) -> None:
         """The worker has pushed a gradient of ``weight`` samples, and ``waits`` or computes on.
 
         ``fault``: why it had to leave its contribution out, if so. ``waited_s``: before it pushed.
-        ``brings``: it is a contribution; else the worker only fetches parameters.
+        ``contributes``: false if the worker only fetches parameters.
         """
         account = self._accounts[worker]
         now = max(self._now_s() - waited_s, account.released_at_s or 0.0)
         self._count_computing(worker, account, now, pushed=True)
         account.released_at_s, account.pushed_at_s = (None, now) if waits else (now, None)
         account.samples += weight
-        account.pushes += brings
+        account.pushes += contributes
         if (self._accounts[self._last].pushed_at_s or 0.0) <= now:
             self._last = worker
         if fault:
             account.faults[fault] += 1
         self.samples += weight
-        if brings:
+        if contributes:
             self.clocks.tick(worker)
             account.lead = max(account.lead, self.clocks.lead(worker))
 
@@ -136,10 +136,10 @@ class RunStatistics:
         self._count_computing(worker, account, now, pushed=False)
         account.released_at_s, account.pushed_at_s = None, now
 
-    def dropped(self, worker: int, weight: float, brings: bool = True) -> None:
+    def dropped(self, worker: int, weight: float, contributes: bool = True) -> None:
         """The worker's last push, of ``weight`` samples, does not count; see :meth:`pushed`."""
         account = self._accounts[worker]
-        account.dropped += brings
+        account.dropped += contributes
         account.samples -= weight
         self.samples -= weight
         if self.timeline is not None:

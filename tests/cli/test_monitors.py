@@ -55,15 +55,6 @@ def test_an_interval_longer_than_an_epoch_is_one_line(command: Command) -> None:
     assert "val_check_interval=100 was given, and an epoch has 6 mini-batches" in result.err
 
 
-def test_a_run_without_an_end_is_not_tried_under_another_policy(
-    command: Command, replay: Replay
-) -> None:
-    options = ["trainer.devices=2", "trainer.max_epochs=-1", "trainer.max_time={seconds: 1}"]
-    assert command(*TINY, *QUIET, *options).code == 0
-    result = replay("run=run", "policy=async")
-    assert result.code == 2 and "the run has no end" in result.complaint
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("given", "key"), [CASES[0], CASES[2]])
 def test_another_policy_is_tried_with_that_run_in_vain(

@@ -229,7 +229,7 @@ class RunMonitor(pl.Callback):
         if self._paused:
             self._began = time.perf_counter()
         self._paused = False
-        self._fresh_metrics(trainer)  # on every rank: to read one may be a collective
+        self._metrics = dict(trainer.callback_metrics)  # on every rank: perhaps a collective
         if trainer.sanity_checking:
             return
         known = self._metrics.items()

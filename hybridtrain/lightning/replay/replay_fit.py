@@ -199,15 +199,9 @@ def rehearse_fit(
         **options: as for ``fit``.
 
     Raises:
-        UserError: if policy or exchange cannot be simulated, the record says too little, or the
-            run has no end.
+        UserError: if policy or exchange cannot be simulated, or the record says too little.
     """
     _check_times(record, context_of(trainer))
-    if trainer.max_epochs == -1 and trainer.max_steps == -1:
-        raise UserError(
-            "the run has no end (max_epochs=-1, max_steps=-1), so another policy would never end "
-            "it; replay it as it was, or compare runs with an end"
-        )
     runner = InProcessRunner(record, partial(_what_if, record), timeline)
     return runner.fit(trainer, module, **options)
 

@@ -357,9 +357,9 @@ class WorkerStarter:
         lines = [worker.channel.sock for worker in self.workers if worker.number not in pairs]
         parent = None if self.start_method == "forkserver" else os.getpid()
         forked = self.start_method == "fork"
-        told = (blas_libraries(), {}) if forked else (None, dict(os.environ))
+        inherits = (blas_libraries(), {}) if forked else (None, dict(os.environ))
         births = [
-            WorkerStart(n, self.n_workers, self.threads, parent, self._bells, self.apart, *told)
+            WorkerStart(n, self.n_workers, self.threads, parent, self._bells, self.apart, *inherits)
             for n in numbers
         ]
         rows = [each.arguments(body, pairs, lines if forked else None) for each in births]

@@ -118,7 +118,7 @@ class WorkerStart:
     bells: tuple[int, ...] = ()  # of all workers, if they may make updates in shared memory
     apart: bool = False
     blas: Any = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In a new process, before the modules of the body are imported."""
