@@ -595,6 +595,19 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_mini_batch() -> None:
         Server(weights(), optimizer=SGD).run(overflows, data=8, batch_size=2)
 
 
+def abstains_and_pushes(worker: Worker) -> None:
+    for batch in worker.batches():
+        worker.push(None)
+        worker.push({"w": -np.bincount(batch, minlength=40)}, samples=len(batch))
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async", "backup", "k_batch_sync"])
+def test_a_push_behind_none_counts_its_samples_once(policy: str) -> None:
+    server = Server({"w": np.zeros(40)}, policy, update="sum")
+    server.run(abstains_and_pushes, 2, np.arange(40), batch_size=4, epochs=2)
+    assert (server.model["w"] == 2).all() and server.stats()["samples"] == 80
+
+
 def returns_a_function(worker: Worker) -> Any:
     return lambda: worker
 

@@ -48,8 +48,7 @@ class Accumulation:
 
     def go_on(self, samples: float) -> None:
         """The next step is a later one of the same mini-batch, for so many samples of its own."""
-        self.weight = samples
-        self._samples += samples
+        self.weight = self._samples = samples
 
     def leave_out(self) -> None:
         """The running mini-batch has no gradient."""
