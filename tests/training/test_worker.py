@@ -862,7 +862,7 @@ def test_a_module_has_the_buffers_of_worker_0(strategy: str, workers: int, tmp_p
     net, server = made()
     data = (torch.from_numpy(X) + 5,)
     means = server.run(normalise, workers=workers, data=data, batch_size=8)
-    assert net[0].running_mean.tolist() == means[0] and min(means[0]) > 1  # type: ignore[index]
+    assert net[0].running_mean.tolist() == means[0] and min(means[0]) > 0  # type: ignore[index]
     server.save(tmp_path / "run.pt")
     another, again = made()
     again.load(tmp_path / "run.pt")
