@@ -30,7 +30,8 @@ class Gradient(EveryStep, GradientOptions, BriefRepr):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.compress = make_codec(self.compress)
+        own = type(self).compress  # of a subclass that is no dataclass itself
+        self.compress = make_codec(own if self.compress is None else self.compress)
 
     def worker_steps(self, factory: StepFactory) -> Any:
         return factory.hand_over_gradients(codec_of(self))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -210,6 +210,15 @@ class HostMemoryStrategy(ParallelStrategy):
         if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, **self._trained.saved}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def random_numbers(self, together: bool = False) -> Any:
+        """See :meth:`Loaders.random_numbers`; ``None`` outside of a worker."""
+        return None if self._loaders is None else self._loaders.random_numbers(together)
+
+    def know_random_numbers(self, numbers_of: Mapping[int, Any]) -> None:
+        """The next checkpoint has these workers' RNG states, too; empty: it has not."""
+        if self._loaders is not None:
+            self._loaders.know_random_numbers(numbers_of)
 
     @property
     def root_device(self) -> torch.device:

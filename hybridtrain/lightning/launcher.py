@@ -23,7 +23,12 @@ from hybridtrain.exchanges import check_visits
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
-from hybridtrain.lightning.failover.worker_end import end_worker, report_failure, take_turn_saving
+from hybridtrain.lightning.failover.worker_end import (
+    end_worker,
+    left_behind,
+    report_failure,
+    take_turn_saving,
+)
 from hybridtrain.lightning.fault_injection.in_worker import inject, interrupt_updates
 from hybridtrain.lightning.hooks.lean_hooks import be_lean, take_for_an_error
 from hybridtrain.lightning.hooks.trainer_hooks import (
@@ -351,7 +356,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         return pack(trainer, None, job.room)
     except StopRequested as stop:
         context.exchange_last_steps()
-        client.note(Stopped())
+        client.note(Stopped(left=left_behind(trainer)))
         client.go_alone()
         take_turn_saving(trainer)
         end_worker(trainer, stop)

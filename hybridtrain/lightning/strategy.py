@@ -45,6 +45,7 @@ from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
 from hybridtrain.lightning.hosts.agreement import compare_workers
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
+from hybridtrain.lightning.participation.evaluated_model import EvaluatedModel
 from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.lightning.results.returned_training import before_configuring
 from hybridtrain.lightning.step.session import Session
@@ -141,6 +142,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     _decided: dict[str, Any] | None = None  # the weights of a checkpoint that has been named
     _count: UpdateCount | None = None  # where workers run freely
     _losses: LostSampleRedistribution | None = None  # once training has begun
+    _evaluated: EvaluatedModel | None = None  # where workers have models of their own
     interrupted_by: int | None = None  # the signal that ended the last run
     trainer_callbacks: list[pl.Callback]  # in a worker, without those of the module
     _abstains = False
@@ -197,6 +199,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client)
         self._absence = Absence(trainer, client, self._loaders)
+        if self.requirements.parameters != "masters":
+            self._evaluated = EvaluatedModel(trainer, client)
         self.expected_updates = self._trained_updates = None
         if not self.requirements.whole_rounds:
             if client.n_workers > 1:
@@ -398,7 +402,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if to == "round":
             self._exchange(self.session)
         else:
-            self.session.gather_states()
+            self._gather_states(self.session)
 
     @property
     def _may_exchange(self) -> bool:
@@ -449,10 +453,14 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def on_validation_start(self) -> None:
         if self.session is not None:
             self.session.share_buffers(self._loaders is not None and self._loaders.under_way)
+            if self._evaluated is not None:
+                self._evaluated.begin()
         if self.is_global_zero:
             self.client.note(Paused())  # all have met: no worker trains
 
     def on_validation_end(self) -> None:
+        if self._evaluated is not None:
+            self._evaluated.end()
         if self.is_global_zero:
             self.client.note(Resumed())
 
@@ -474,18 +482,24 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         try:
             save(*args, **options)
         finally:
+            self.know_random_numbers({})
             if session is not None:
                 session.end_saving(shows)
 
     def gather_states(self) -> None:
         """All save together: the writing worker receives each worker's own state."""
         session = self.session
-        if session is not None and session.has_own_state and self._all_take_part:
+        if session is None or (self.client.n_workers == 1 and not session.has_own_state):
+            return
+        if self._all_take_part:
             self.client.settle()
             last = not self.requirements.whole_rounds or has_made_last_step(session.trainer)
             if last and session.has_own_parameters:
                 self._exchange(session)
-            session.gather_states()
+            self._gather_states(session)
+
+    def _gather_states(self, session: Session) -> None:
+        self.know_random_numbers(session.gather_states(self.random_numbers(True)))
 
     def save_one_update(self, hook: Callable[[], None]) -> None:
         """Let a hook of ``ModelCheckpoint`` name and write checkpoints of one update.

@@ -303,10 +303,8 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class GetState:
-    """Request the state of optimizer ``optimizer`` (``SharedState``), or arena ``arena``.
-
-    ``flat``: the state of its flat update (``Lent``).
-    """
+    """Request the state of optimizer ``optimizer`` (``SharedState``), that of its ``flat`` update
+    (``Lent``), or ``arena``."""
 
     optimizer: int = 0
     arena: int | None = None
@@ -348,9 +346,10 @@ class StillWaits:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The worker has stopped as requested, or has failed (``broke``); it will not push again."""
+    """The worker has stopped or failed (``broke``); ``left``: for the last checkpoint."""
 
     broke: bool = False
+    left: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -562,9 +561,10 @@ class Overtaken:
 
 @dataclass(frozen=True, slots=True)
 class SavePermission:
-    """To a worker that has stopped: write the last checkpoint (``saves``), or do not."""
+    """To a stopped worker: write the last checkpoint (``saves``) with what all have ``left``."""
 
     saves: bool
+    left: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,13 +181,11 @@ class Roster:
         n_workers: W.
         judge: decides what follows from a failure.
         grace_s: how long workers may take to stop.
-        whole_rounds: without one worker no update can be made.
     """
 
     n_workers: int
     judge: Judge
     grace_s: float = 30.0
-    whole_rounds: bool = True
     kept: bytes | None = None  # the last progress report; empty: the module cannot make one
     written: bool = False  # the last checkpoint
     began_s: float = 0.0  # when the end of the run began
@@ -419,16 +417,16 @@ class Roster:
         return [*(PermitSave(worker, False) for worker in stopped), *map(Kill, back)]
 
     def _choose_saver(self, late: bool) -> list[Act]:
-        """Let the first stopped worker save, once no worker before it can still stop.
+        """Let the first stopped worker save, once all have stopped.
 
-        Free-running workers must all have stopped: any of them may still make an update.
+        A free-running worker may still make an update until then, and each leaves its random
+        numbers.
         """
         stopped = self.those(S.STOPPED)
         if self.those(S.SAVING):
             return []
         if stopped:
-            there = self.those(S.STARTING, *TRAINING)
-            if any(n < stopped[0] or not self.whole_rounds for n in there) and not late:
+            if self.those(S.STARTING, *TRAINING) and not late:
                 return []
             self.on(stopped[0], E.PERMIT)
             return [PermitSave(stopped[0], True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -178,13 +178,13 @@ class Client:
             self.offered.is_sent()
             self._send_push(left)
 
-    def await_permission(self) -> bool:
-        """In a stopped worker: whether it is the one to save, and so the leader."""
+    def await_permission(self) -> Mapping[int, bytes] | None:
+        """In a stopped worker: if it is to save, what the workers have left for the checkpoint."""
         reply: Any = self._permission
         while not isinstance(reply, SavePermission):
             reply = self.line.receive()[0]  # may be the reply to an earlier request
-        self.is_saver = reply.saves
-        return self.is_saver
+        self.is_saver = reply.saves  # and so the leader
+        return reply.left if reply.saves else None
 
     # ---- parameters and steps -------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ TRAINER = "pytorch_lightning.trainer"
 DEFINED_IN = {
     "_attach_model_callbacks": f"{TRAINER}.connectors.callback_connector",
     "_attr_name": "pytorch_lightning.callbacks.lr_finder",
+    "_average_model": "pytorch_lightning.callbacks.weight_averaging",
     "_batches_that_stepped": "pytorch_lightning.loops.training_epoch_loop",
     "_call_lightning_module_hook": f"{TRAINER}.call",
     "_call_teardown_hook": f"{TRAINER}.call",

@@ -206,14 +206,24 @@ def ending(made: Roster) -> Roster:
 def test_the_first_saves_and_the_others_may_go_when_it_has_written() -> None:
     made = ending(roster())
     made.stopped(1)
-    assert made.advance(0.1) == [], "the first is waited for"
     made.stopped(0)
+    assert made.advance(0.1) == [], "all are waited for"
+    made.stopped(2)
     assert made.advance(0.2) == [PermitSave(0, True)]
     assert made.advance(0.3) == [], "one at a time"
     made.saved(0, True)
-    assert made.advance(0.4) == [PermitSave(1, False)]
+    assert made.advance(0.4) == [PermitSave(1, False), PermitSave(2, False)]
+
+
+def test_one_that_does_not_stop_is_waited_for_until_half_of_the_time_is_over() -> None:
+    made = ending(roster())
+    made.stopped(0)
+    made.stopped(1)
+    assert made.advance(14.9) == []
+    assert PermitSave(0, True) in made.advance(15.1)
+    made.saved(0, True)
     made.stopped(2)
-    assert made.advance(0.5) == [PermitSave(2, False)]
+    assert PermitSave(2, False) in made.advance(15.2)
 
 
 def test_if_it_cannot_save_or_is_lost_the_next_one_is_asked() -> None:
@@ -260,9 +270,10 @@ def test_one_that_has_just_come_back_is_not_waited_for_nor_needed() -> None:
     made.started(0)
     assert made.stop(2.0) == [0]
     made.stopped(1)
+    made.stopped(2)
     assert made.advance(2.1) == [PermitSave(1, True)]
     made.saved(1, True)
-    assert made.advance(2.2) == [Kill(0)]
+    assert made.advance(2.2) == [PermitSave(2, False), Kill(0)]
 
 
 def test_a_worker_that_fails_saves_only_if_the_run_ends() -> None:

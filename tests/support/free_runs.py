@@ -84,7 +84,7 @@ class FreeRun:
         self.served = Served(self.n, make_policy(policy))
         self.server = self.served.server
         judge = Judge(OnFailure("restart", max_restarts=None))
-        self.roster = Roster(self.n, judge, whole_rounds=False)
+        self.roster = Roster(self.n, judge)
         self.now_s = 0.0
         self.over = False  # nobody is left who knows where training is
         self.processes = [self._process(worker, 0, joins=False) for worker in range(self.n)]

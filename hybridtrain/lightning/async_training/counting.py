@@ -135,8 +135,7 @@ class UpdateCount:
                 self._every.stepped = True
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
-        if interval == "epoch" or not self._absence.passed:
-            proceed(interval, update_plateau_schedulers)
+        proceed(interval, update_plateau_schedulers)
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True
             self._every.end(self._made)

@@ -37,6 +37,7 @@ class Stopping:
         Raises:
             OthersStop: if training ends here.
         """
+        self._told &= self._trainer.should_stop  # or another training has begun
         client, stop = self._client, self._client.stop
         if stop is None or stop.behind is None or client.solo or client.version < stop.behind:
             return

@@ -53,12 +53,20 @@ _LOADER = {
     "sizes?": (None, [Count]),
     "crew?": [Count],  # for a worker of this run
 }
+_NUMBERS = {"torch": Tensor, "python": [Any], "numpy": [Any]}
 _WEIGHTS = {
     "state_dict": dict,
     "epoch?": Count,
     "global_step?": Count,
     "pytorch-lightning_version": _Version,
-    "hybridtrain?": {"format": _Format, "epoch": Count, "batches": Count, "loaders": [_LOADER]},
+    "hybridtrain?": {
+        "format": _Format,
+        "epoch": Count,
+        "batches": Count,
+        "loaders": [_LOADER],
+        "dice?": _NUMBERS,
+        "dice_of?": {EACH: _NUMBERS},
+    },
 }
 _GROUP = {
     "params": [Count],

@@ -1,10 +1,12 @@
 """Save and restore the RNG state, so that a resumed run draws the same numbers.
 
 Lightning's checkpoints lack it: dropout and noise would repeat the first numbers of the seed. Under
-our key a checkpoint holds the writing worker's states (torch, CUDA, numpy, Python). All workers are
-seeded alike and draw alike, as under ddp; where a module seeds them differently, only the writing
-worker resumes its numbers. Numbers that loaders in worker 0's process drew for prefetched
-mini-batches are drawn anew.
+our key a checkpoint holds the writing worker's states (torch, CUDA, numpy, Python), and those of
+the other workers if all save together, or have stopped before one of them saves. Workers are seeded
+alike, as under ddp, but draw unequally many where their mini-batches differ in size. Where a
+checkpoint has the states of one worker, all go on from these, unless a module has seeded the
+workers differently: then the others keep theirs. Numbers that loaders in worker 0's process drew
+for prefetched mini-batches are drawn anew.
 
 An interrupted run writes its checkpoint in the middle of a mini-batch, which the resumed run
 repeats. So torch's state at the beginning of each step is kept (1 µs a step). The other states
@@ -13,6 +15,7 @@ would take 100 µs, so after an interrupt numpy's and Python's are some numbers 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -87,9 +90,15 @@ class RngState:
 
     # ---- restoring ------------------------------------------------------------------------------
 
-    def keep(self, state: dict[str, Any] | None) -> None:
-        """Restore these states, from a checkpoint, at the next ``throw``."""
-        self._kept, self._compared = state, False
+    def keep(self, saved: Mapping[str, Any]) -> None:
+        """Restore the states in a checkpoint at the next ``throw``.
+
+        If it has those of as many workers as train now, each restores its own, else worker 0's.
+        """
+        client, others = self._client, saved.get("dice_of", {})
+        self._compared = len(others) == client.n_workers - 1
+        writers = saved.get("dice")
+        self._kept = others.get(client.worker, writers) if self._compared else writers
 
     @property
     def waits(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -90,6 +90,7 @@ class Loaders:
         self._owes = False  # the masters lack steps: one worker's own checkpoint repeats them
         self.position = EpochPosition(trainer)
         self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
+        self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
         self._begin_evaluation(client.there)
         self._moved = False  # Lightning's iterator has an outdated length
         around(Point.PREPARE, data_connector(trainer), self.prepare)
@@ -359,7 +360,24 @@ class Loaders:
             validate_again(loops, before)
         dice = self._rng_state.state(before is not None, alone)
         state = {"over": over, "dice": dice, "metrics": self._ends.state()}
+        if self._numbers_of:
+            state["dice_of"] = self._numbers_of
         return {**checkpoint, KEY: {**ours, **state}}
+
+    def random_numbers(self, together: bool) -> dict[str, Any]:
+        """This worker's RNG states for another worker's checkpoint.
+
+        ``together``: it has this worker's own steps, too; else only those that the masters have.
+        """
+        owes = self._owes and not together
+        settled = not (owes or self.under_way or self._trainer.sanity_checking)
+        validates = settled and self._validation.before is not None
+        return self._rng_state.state(validates, owes)
+
+    def know_random_numbers(self, numbers_of: Mapping[int, Any]) -> None:
+        """The next checkpoint has these workers' RNG states, too; empty: it has not."""
+        others = {k: v for k, v in numbers_of.items() if k != self._client.worker}
+        self._numbers_of = {k: v for k, v in others.items() if v is not None}
 
     def restore(self, checkpoint: dict[str, Any], source: str = "ckpt_path") -> dict[str, Any]:
         """Check a checkpoint and prepare to resume from it; return what Lightning is to load."""
@@ -374,7 +392,7 @@ class Loaders:
             self.position.resume(read(checkpoint))
             self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))
             if not self._client.joins:  # a restarted worker has the RNG states of another
-                self._rng_state.keep(checkpoint.get(KEY, {}).get("dice"))
+                self._rng_state.keep(checkpoint.get(KEY, {}))
         if self.position.resumed is not None:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
             warnings.filterwarnings("ignore", message)  # which works here

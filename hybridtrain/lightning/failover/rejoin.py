@@ -194,7 +194,8 @@ class Rejoin:
     def __init__(self, progress: bytes, version: int, trainer: pl.Trainer, client: Client) -> None:
         self._checkpoint = read("", progress)
         self._ours = self._checkpoint.pop(_OURS)
-        self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
+        for known in ("dice", "dice_of"):  # `generators` are those of this moment
+            self._checkpoint.get(KEY, {}).pop(known, None)
         self._trainer: Any = trainer
         self._version, self.breaks = version, self._ours["breaks"]
         self._ends_epoch = False

@@ -14,6 +14,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.failover.leader_failover import become_leader
 from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted, has_saved
 from hybridtrain.lightning.run_context import context_of
+from hybridtrain.memory.scratch_file import as_bytes, read
 from hybridtrain.protocol.messages import Saved
 from hybridtrain.util.files import interrupted_in
 from hybridtrain.worker.client import StopRequested
@@ -45,7 +46,8 @@ def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
     client.heartbeat.fail()
     try:
         client.fail()
-        client.line.send(Failed.of(error, client.heartbeat.failed_in, waits=True))
+        where, left = client.heartbeat.failed_in, left_behind(trainer)
+        client.line.send(Failed.of(error, where, waits=True, left=left))
         with suppress(StopRequested, UserError):  # a step that is under way may be broken off
             client.settle()
         client.go_alone()
@@ -55,14 +57,23 @@ def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
         client.go_alone()  # the parent has ended
 
 
+def left_behind(trainer: pl.Trainer) -> bytes:
+    """A worker's random numbers, for the last checkpoint; empty if it has none as yet."""
+    with suppress(Exception):  # in whatever state it is, its end must be reported
+        return as_bytes(context_of(trainer).random_numbers())
+    return b""
+
+
 def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
     """In a stopped worker: wait for permission; one worker writes the final checkpoint.
 
     Not ``able``: Lightning has not counted the last update yet.
     """
-    client = context_of(trainer).client
-    if client.await_permission():
-        client.note(Saved(able and save_interrupted(trainer)))
+    context = context_of(trainer)
+    if (left := context.client.await_permission()) is not None:
+        known = {worker: read("", each) for worker, each in left.items() if each}
+        context.know_random_numbers(known)
+        context.client.note(Saved(able and save_interrupted(trainer)))
 
 
 def save_interrupted(trainer: pl.Trainer) -> bool:

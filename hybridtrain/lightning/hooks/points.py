@@ -45,7 +45,7 @@ class Point(Enum):
     SCHEDULERS = (
         "update_lr_schedulers",
         "LostSampleRedistribution.look StepRollback.keep_schedules UpdateCount.update "
-        "EpochEnds.keep_schedules",
+        "EpochEnds.keep_schedules Absence.schedule_plateaus",
     )
     VALIDATION_DUE = (
         "_should_check_val_fx",

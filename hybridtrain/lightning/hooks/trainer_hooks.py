@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
+import torch
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint, WeightAveraging
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as ProcessLauncher
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
@@ -163,6 +164,11 @@ def saves_as_lightning(callback: ModelCheckpoint) -> bool:
         kind._save_checkpoint is ModelCheckpoint._save_checkpoint
         and kind.file_exists is ModelCheckpoint.file_exists
     )
+
+
+def averages_of(callback: pl.Callback) -> torch.nn.Module | None:
+    """The module of a callback that averages weights, once it has one."""
+    return callback._average_model if isinstance(callback, WeightAveraging) else None
 
 
 # ---- the search for a learning rate -------------------------------------------------------------

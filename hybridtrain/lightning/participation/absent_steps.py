@@ -63,6 +63,7 @@ from hybridtrain.lightning.participation.logged_metrics import (
 from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.monitoring.hang_detector import Doing
+from hybridtrain.training.step.shared_buffers import places
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.worker.client import Client
 
@@ -103,6 +104,7 @@ class Absence:
         self._loop = loop = self._trainer.fit_loop.epoch_loop
         around(Point.BATCH, loop, self.advance)
         around(Point.BATCH_END, loop, self.end_advance)
+        around(Point.SCHEDULERS, loop, self.schedule_plateaus)
         before(Point.BATCHES, loop, self.begin_epoch)
         before(Point.STEP_MADE, loop.batch_progress, self.step_is_made)
 
@@ -158,6 +160,13 @@ class Absence:
         if self.passed:
             set_logged_step(self._trainer, step)
 
+    def schedule_plateaus(
+        self, proceed: Callable[..., None], interval: str, update_plateau_schedulers: bool
+    ) -> None:
+        """Not those by step behind a mini-batch that does not count."""
+        if not (self.passed and interval == "step" and update_plateau_schedulers):
+            proceed(interval, update_plateau_schedulers)
+
     def _has_nothing(self) -> bool:
         """No mini-batch was found: whether this worker should have none."""
         samplers = self._loaders.samplers
@@ -207,7 +216,8 @@ class Absence:
         if _ENDED in self._to_come:
             assert self._session is not None, "training has begun"
             outcome = StepOutcome.of(self._trainer, checkpoints_of(self._trainer))
-            self._come_to(_ENDED, (outcome, self._session.replica.apart()))
+            left = self._session.replica.apart(), self._session.left_gradients()
+            self._come_to(_ENDED, (outcome, *left))
 
     def _sit_out(self) -> bool:
         """Skip a step: only count as Lightning does, and contribute accumulated gradients.
@@ -236,9 +246,10 @@ class Absence:
         outcomes = self._client.gather(_ENDED, None, patient=True)
         if made:
             self._average_weights()
-        for outcome, writes in [each for each in outcomes if each is not None][:1]:
+        for outcome, writes, gradients in [each for each in outcomes if each is not None][:1]:
             outcome.give(self._trainer, checkpoints_of(self._trainer))
             self._session.repeat(writes)
+            self._session.take_gradients(gradients)
         progress.increment_completed()
         return ended
 
@@ -359,6 +370,10 @@ class Absence:
 # ---- mini-batches that do not count --------------------------------------------------------------
 
 
+# Where a buffer is kept, its name, itself, and its value.
+_Kept = tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]
+
+
 class Uncounted:
     """Saves and restores the effects of a mini-batch on counts, logged values, metrics, buffers.
 
@@ -375,7 +390,7 @@ class Uncounted:
         self._fetched = 0
         self._results: dict[str, dict[str, Any]] = {}
         self._metrics: list[tuple[Metric, Any]] = []
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers: list[_Kept] = []
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -389,7 +404,11 @@ class Uncounted:
         self._results = {key: dict(vars(each)) for key, each in results.items()}
         metrics = [each for each in module.modules() if isinstance(each, Metric)]
         self._metrics = [(each, state_of_metric(each)) for each in metrics]
-        self._buffers = [(each, each.clone()) for each in module.buffers()]
+        self._buffers = [
+            (buffers, name, buffer, None if buffer is None else buffer.clone())
+            for buffers, name in places(module)
+            for buffer in [buffers[name]]
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -409,5 +428,7 @@ class Uncounted:
         forget_group(self._trainer)  # a resumed epoch may begin within one
         for metric, state in self._metrics:
             put_back_metric(metric, state)
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+        for buffers, name, buffer, value in self._buffers:
+            if buffer is not None and value is not None:
+                buffer.data = value if buffer.shape != value.shape else buffer.copy_(value)
+            buffers[name] = buffer  # the module may have assigned another

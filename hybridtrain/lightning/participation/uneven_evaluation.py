@@ -13,10 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.trainer.states import RunningStage
 
+from hybridtrain.lightning.data.evaluation_sampler import is_dealt
 from hybridtrain.lightning.hooks.loop_hooks import (
+    combined_loader,
     evaluation_batches,
     give_loaders,
+    limited_batches,
     set_evaluation_batches,
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
@@ -75,8 +79,24 @@ class UnevenEvaluation:
             temporarily(trainer, limit_predict_batches=limit),
         ):
             proceed()
-        if not self._predicts:
+        if self._predicts:
+            self._limit_undealt(trainer.limit_predict_batches)
+        else:
             self._show_batches(known)
+
+    def _limit_undealt(self, limit: int | float) -> None:
+        """Apply a share as limit to the loaders that are not dealt out, as Lightning does.
+
+        Raises:
+            MisconfigurationException: if one of them is a stream.
+        """
+        if not isinstance(limit, float) or limit in (0.0, 1.0):
+            return
+        batches = self._loop.max_batches
+        for number, loader in enumerate(combined_loader(self._loop).flattened):
+            if not is_dealt(loader):
+                length = batches[number]
+                batches[number] = limited_batches(RunningStage.PREDICTING, length, limit)
 
     def _show_batches(self, known: Any) -> None:
         """Outside of the evaluation, show a participant's number of mini-batches in every worker.

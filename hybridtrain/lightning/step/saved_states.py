@@ -81,22 +81,28 @@ class SavedStates:
 
     # ---- into -----------------------------------------------------------------------------------
 
-    def gather(self, steps: Sequence[WorkerStep]) -> None:
-        """Collective: the leader receives the states of all, as nameless files, not as messages."""
+    def gather(self, steps: Sequence[WorkerStep], numbers: Any) -> dict[int, Any]:
+        """Collective: the leader receives the states of all, as nameless files, not as messages.
+
+        Returns, in the leader, the random ``numbers`` of each worker.
+        """
         client = self._client
         own = [step.own_state() for step in steps]
         self._gathered = [{} for _ in own] if client.is_leader else []
+        numbers_of: dict[int, Any] = {}
         scratch = Scratch(client.apart)
         try:
-            left = b"" if client.is_leader else fill(scratch.path, own)
+            left = b"" if client.is_leader else fill(scratch.path, (own, numbers))
             sent = client.gather("inner states", (client.worker, scratch.path, left), invites=True)
             for worker, path, rest in sent if client.is_leader else ():
-                found = own if worker == client.worker else read(path, rest)
+                mine = worker == client.worker
+                found, numbers_of[worker] = (own, numbers) if mine else read(path, rest)
                 for states, state in zip(self._gathered, found, strict=True):
                     states[worker] = state
             client.gather("inner states are read", None)
         finally:
             scratch.close()
+        return numbers_of
 
     def forget(self) -> None:
         """All have saved together."""

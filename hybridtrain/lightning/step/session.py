@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -102,10 +102,15 @@ class Session(WorkerSession):
         own = self._requirements.own_state
         return self.saved.masters_of(optimizer, self._update, own)
 
-    def gather_states(self) -> None:
-        """Collective: show the masters, and gather each worker's own state at the saving worker."""
-        self.saved.gather(self.steps)
-        self.catch_up()
+    def gather_states(self, numbers: Any) -> dict[int, Any]:
+        """Collective: show the masters, and gather each worker's own state at the saving worker.
+
+        Returns there the random ``numbers`` of each.
+        """
+        numbers_of = self.saved.gather(self.steps if self.has_own_state else (), numbers)
+        if self.has_own_state:
+            self.catch_up()
+        return numbers_of
 
     def end_saving(self, shows: bool) -> None:
         """The checkpoint is written: own parameters again, unless masters were shown before."""
@@ -205,6 +210,19 @@ class Session(WorkerSession):
             own = self._parameters[number].data
             own.copy_(tensor_of(value, own.dtype, own.shape))
 
+    def left_gradients(self) -> dict[int, torch.Tensor | None]:
+        """Under manual optimization, every ``.grad`` behind a mini-batch; else nothing."""
+        if self._module.automatic_optimization or not self.averages:
+            return {}
+        found = [(n, p.grad) for n, p in enumerate(self._parameters) if p.requires_grad]
+        return {n: None if gradient is None else gradient.cpu() for n, gradient in found}
+
+    def take_gradients(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
+        """Set every ``.grad`` to that of another worker, behind a mini-batch without this one."""
+        for number, value in gradients.items():
+            parameter = self._parameters[number]
+            parameter.grad = None if value is None else value.to(parameter.device)
+
     @contextmanager
     def keeping_writes(self) -> Iterator[None]:
         """Keep what hooks have written to a worker's own parameters since all met."""
@@ -297,7 +315,10 @@ class Session(WorkerSession):
                 self._store.gradient(worker, slots[number]).zero_()
         else:  # the server brings what is encoded to all the other places
             absent = tuple(n for n in range(len(slots)) if n not in trained or n in absent)
-        request = Average(self._gathered.weight, Row(absent, packed, encoded))
+        # By hand each backward is averaged, so what was gathered before is the mean already.
+        automatic, gathered = self._module.automatic_optimization, self._gathered
+        weight = gathered.weight if automatic else gathered.running
+        request = Average(weight, Row(absent, packed, encoded))
         among = self._client if self._group is None else self._group
         self._take_means(trained, among.average(request))
 

@@ -28,6 +28,11 @@ class Accumulation:
         """Whether gradients wait for a step."""
         return self.weight > 0 and not self.stepped
 
+    @property
+    def running(self) -> float:
+        """The weight of the running mini-batch alone."""
+        return self._running[0] if self.weight > 0 else 0.0
+
     def begin(self, samples: float, together: float | None) -> None:
         """A mini-batch begins.
 

@@ -117,13 +117,18 @@ class SharedBuffers:
             torch._foreach_copy_(*((theirs, mine) if out else (mine, theirs)))
 
 
+def places(module: torch.nn.Module) -> Named:
+    """Where each buffer is kept, also those that are ``None`` now."""
+    return [(part._buffers, name) for part in module.modules() for name in part._buffers]
+
+
 def shared(module: torch.nn.Module) -> Named:
     """The buffers that can be shared: dense ones, whose elements lie apart. Each once."""
     found: dict[int, tuple[dict[str, torch.Tensor | None], str]] = {}
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and lies_apart(buffer):
-                found.setdefault(id(buffer), (part._buffers, name))
+    for buffers, name in places(module):
+        buffer = buffers[name]
+        if buffer is not None and lies_apart(buffer):
+            found.setdefault(id(buffer), (buffers, name))
     return list(found.values())
 
 

@@ -134,6 +134,7 @@ class ProcessWorld:
     worker_updates: bool = False
     others: Hosts | None = None
     _failure: BaseException | None = None
+    _left: dict[int, bytes] = field(default_factory=dict)  # by stopped workers, for a checkpoint
     _signals: list[int] = field(default_factory=list)
     _look_at_s: float = 0.0  # time of the next check
     _standstill: Standstill = field(default_factory=Standstill)
@@ -151,8 +152,7 @@ class ProcessWorld:
             BeginAnew: if the run must restart from its beginning.
             BaseException: of the first failing worker, with its traceback as a note.
         """
-        whole_rounds = self.server.requirements.whole_rounds
-        self.roster = Roster(self.n_workers, self.judge, self.grace_s, whole_rounds)
+        self.roster = Roster(self.n_workers, self.judge, self.grace_s)
         self._starter = self._made_starter(body, again)
         self.server.membership.queue.count_by(self._covered)
         self.server.workers_updates.free_by(self._free)
@@ -323,6 +323,7 @@ class ProcessWorld:
                 roster.finished(number, first)
                 self._on(Completed(number))
             case Failed():
+                self._left[number] = message.left
                 worker.ask(None)
                 self._fail(worker, message.rebuild(number, worker.location), message.waits)
             case Progress(whom, payload, question):
@@ -330,6 +331,7 @@ class ProcessWorld:
             case Saved(well):
                 roster.saved(number, well)
             case Stopped():
+                self._left[number] = message.left
                 self._do(roster.stopped(number), selector)
                 self._on(Received(number, message))
             case _:
@@ -405,7 +407,8 @@ class ProcessWorld:
                 case Start(number, progress):
                     self._restart(number, progress, selector)
                 case PermitSave(number, saves):
-                    self._starter.workers[number].send(SavePermission(saves))
+                    left = self._left if saves else {}
+                    self._starter.workers[number].send(SavePermission(saves, left))
                 case GiveUp(number, reason):
                     self._give_up(number, WorkerError(f"worker {number} is lost: {reason}"))
                 case Say(text):

@@ -23,16 +23,20 @@ class Finished:
 class Failed:
     """The worker's code raised. ``exception`` is pickled, or empty if it cannot be.
 
-    ``waits``: the worker waits for permission to write the run's last checkpoint.
+    ``waits``: the worker waits for permission to write the run's last checkpoint; ``left``: for
+    that checkpoint, if another worker writes it.
     """
 
     exception: bytes
     text: str
     where: str = ""
     waits: bool = False
+    left: bytes = b""
 
     @classmethod
-    def of(cls, error: BaseException, where: str = "", waits: bool = False) -> Failed:
+    def of(
+        cls, error: BaseException, where: str = "", waits: bool = False, left: bytes = b""
+    ) -> Failed:
         """Describe an exception; ``where``: the worker's activity."""
         text = "".join(traceback.format_exception(error)).rstrip()
         try:
@@ -40,7 +44,7 @@ class Failed:
             str(pickle.loads(payload))  # some exceptions can be pickled, but not rebuilt or read
         except BaseException:  # user code, which may raise anything
             payload = b""
-        return cls(payload, text, where, waits)
+        return cls(payload, text, where, waits, left)
 
     def rebuild(self, worker: int, location: str = "") -> BaseException:
         """The exception, with the worker's number and traceback attached as a note."""

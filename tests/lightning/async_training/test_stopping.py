@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Callback
+import torch
+from pytorch_lightning.callbacks import Callback, LearningRateFinder
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -74,3 +75,64 @@ def test_workers_that_run_freely_stop_soon(policy: str) -> None:
     trainer, _ = stopped(policy, Stops(4, 0, 1, 2))
     assert 4 <= trainer.global_step <= 12 and trainer.should_stop
     assert trainer.strategy.run_stats()["samples"] == 8 * trainer.global_step
+
+
+class StopsAtLoss(Stops):
+    """Sets ``should_stop`` in training alone, not in a search for a learning rate before it."""
+
+    def look(self, trainer: Any) -> None:
+        if trainer.lightning_module.trains:
+            super().look(trainer)
+
+
+class Searched(Regression):
+    """Its loss explodes in a search for a learning rate, which then ends early in all workers."""
+
+    lr = 0.01
+    trains = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1.0 if self.trains else 10.0**self.trainer.global_step)
+
+    def on_train_start(self) -> None:
+        self.lr = 0.01
+        callbacks: Any = self.trainer.callbacks
+        searches = [x for x in callbacks if isinstance(x, LearningRateFinder)]
+        self.trains = all(each.optimal_lr is not None for each in searches)
+
+
+def test_a_search_that_ended_early_has_no_say_in_the_training_behind_it() -> None:
+    callbacks = [LearningRateFinder(num_training_steps=12), StopsAtLoss(4, 1)]
+    trainer = make_trainer("hybrid", 2, callbacks=callbacks, max_epochs=1)
+    trainer.fit(Searched(), DataLoader(regression_data(240), 8))
+    assert trainer.global_step == 5
+
+
+class Followed(Regression):
+    """A plateau by step, whose schedule notes when it is stepped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        how = {"scheduler": schedule, "interval": "step", "monitor": "train/loss"}
+        return {"optimizer": optimizer, "lr_scheduler": how}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(metric)
+        self.at.append(self.trainer.global_step)
+
+
+@pytest.mark.parametrize("workers", [(0, 1, 2), (1,)])
+def test_a_mini_batch_that_is_not_begun_steps_no_schedule(workers: tuple[int, ...]) -> None:
+    module = Followed()
+    trainer = make_trainer("hybrid", 3, callbacks=[Stops(4, *workers)])
+    trainer.fit(module, DataLoader(regression_data(240), 8))
+    assert module.at == list(range(1, trainer.global_step + 1))

@@ -58,7 +58,7 @@ def test_a_checkpoint_has_the_form_that_torch_would_write(
     for parameter, state in zip(module.parameters(), states, strict=True):
         tensors = [v for k, v in state.items() if k != "step"]
         assert all(t.shape == parameter.shape and bool(t.any()) for t in tensors)
-    assert path.stat().st_size < 30_000  # no view has dragged a whole buffer along
+    assert path.stat().st_size < 50_000  # no view has dragged a whole buffer along
 
 
 @pytest.mark.parametrize("make", by_default([ADAM, NESTEROV], ADAM))

@@ -46,6 +46,23 @@ class Noisier(Noisy):
         return loss * (1 + random.random() + float(np.random.rand()))
 
 
+class Unequal(Noisier):
+    """Each worker draws another number of them, as it does for recordings of other lengths."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for _ in range(self.global_rank + 1):
+            loss = super().training_step(batch, batch_idx)
+        return loss
+
+
+class UnequalTorch(Noisy):
+    """The same, with torch's numbers alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        torch.rand(self.global_rank + 1)
+        return super().training_step(batch, batch_idx)
+
+
 class Apart(Noisy):
     """Seeds its workers differently."""
 
@@ -93,6 +110,45 @@ def test_it_goes_on_between_two_epochs_as_well(tmp_path: Path) -> None:
     noisy(tmp_path / "a", max_epochs=2, kind=Noisier)
     resumed, _ = noisy(tmp_path / "b", ckpt=tmp_path / "a" / "last.ckpt", kind=Noisier)
     whole, _ = noisy(tmp_path / "c", kind=Noisier)
+    assert torch.equal(resumed, whole)
+
+
+@pytest.mark.parametrize("n", by_default([48, 47, 41], 41))
+@pytest.mark.parametrize("at", by_default([None, 3, 5], None, 3))
+@pytest.mark.parametrize(
+    "strategy", by_default(["hybrid", "synchronous", "local_sgd", "diloco", "sign_sgd"], "hybrid")
+)
+def test_each_worker_goes_on_with_its_own_numbers(
+    strategy: str, at: int | None, n: int, tmp_path: Path
+) -> None:
+    """From the end of an epoch, and from within one; some workers have no data in a last step."""
+    path = tmp_path / "some.ckpt"
+    options: dict[str, Any] = {"kind": Unequal, "policy": strategy, "n": n}
+    if at is None:
+        noisy(tmp_path / "a", max_epochs=2, **options)
+        path = tmp_path / "a" / "last.ckpt"
+    else:
+        noisy(tmp_path / "a", SaveAt(path, at, 1), **options)
+    assert sorted(torch.load(path, weights_only=True)["hybridtrain"]["dice_of"]) == [1]
+    torch.manual_seed(99)
+    resumed, _ = noisy(tmp_path / "b", ckpt=path, **options)
+    whole, _ = noisy(tmp_path / "c", **options)
+    assert torch.equal(resumed, whole)
+
+
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "synchronous"], "hybrid"))
+def test_after_an_interrupt_each_worker_goes_on_with_its_own_numbers(
+    strategy: str, tmp_path: Path
+) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    options: dict[str, Any] = {"kind": UnequalTorch, "policy": strategy, "max_epochs": 4}
+    with pytest.raises(SystemExit):
+        noisy(tmp_path / "a", Interrupting(), **options)
+    signal.signal(signal.SIGINT, handler)
+    resumed, _ = noisy(
+        tmp_path / "b", ckpt=tmp_path / "a" / "interrupted/interrupted.ckpt", **options
+    )
+    whole, _ = noisy(tmp_path / "c", **options)
     assert torch.equal(resumed, whole)
 
 

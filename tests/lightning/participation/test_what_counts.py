@@ -43,6 +43,7 @@ class Counting(pl.LightningModule):
         self.sum, self.mean = torchmetrics.SumMetric(), torchmetrics.MeanMetric()
         self.largest, self.cat = torchmetrics.MaxMetric(), torchmetrics.CatMetric()
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("assigned", torch.zeros(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         (x,) = batch
@@ -58,6 +59,7 @@ class Counting(pl.LightningModule):
         self.log("tm/mean", self.mean, **common)
         self.log("tm/max", self.largest, **common)
         self.seen += n
+        self.assigned = self.assigned + n
         return self.net(x).mean()
 
     def on_train_epoch_end(self) -> None:
@@ -289,7 +291,7 @@ class Keeps(Counting):
     def on_train_end(self) -> None:
         stats = self.trainer.strategy.client.stats()
         worker = self.trainer.global_rank
-        assert float(self.seen) == stats["samples_per_worker"][worker]
+        assert float(self.seen) == stats["samples_per_worker"][worker] == float(self.assigned)
 
 
 def test_a_late_contribution_leaves_no_trace() -> None:

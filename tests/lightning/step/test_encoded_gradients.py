@@ -16,7 +16,8 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import WorkerGradients, make_exchange
 from hybridtrain.exchanges.compression import PowerSGD
-from hybridtrain.exchanges.sign_sgd import SignSGD
+from hybridtrain.exchanges.gradient import Gradient
+from hybridtrain.exchanges.sign_sgd import Majority, Signs, SignSGD
 from hybridtrain.updates.named import Median, TrimmedMean
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, make_trainer, regression_data
@@ -112,6 +113,18 @@ def test_power_sgd_is_the_mean_of_products_with_error_feedback(
     assert all(
         torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found, reference, strict=True)
     )
+
+
+class PlainSigns(Gradient):
+    """Not a dataclass."""
+
+    compress = Signs()
+    update = Majority()
+
+
+def test_a_class_names_its_codec_without_being_a_dataclass() -> None:
+    assert isinstance(PlainSigns().compress, Signs)
+    assert make_exchange(PlainSigns()).compress == Signs()
 
 
 class ByHand(Regression):
