@@ -395,7 +395,8 @@ class Rounds:
         """Step each optimizer with its pushes; returns the workers whose contributions count."""
         counted: list[int] = []
         for number, own in _by_optimizer(pushes, self.optimizers.holding).items():
-            stepped = self._take_early_step(own) or self.optimizers.step(own, number)
+            lead = min(own) if own and self.requirements.whole_rounds else None
+            stepped = self._take_early_step(own) or self.optimizers.step(own, number, lead=lead)
             self._outcome.update(dict.fromkeys(own, stepped))
             counted += stepped.workers
         return counted

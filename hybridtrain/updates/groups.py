@@ -6,7 +6,7 @@ import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, NoneType
 from typing import Any
 
 import torch
@@ -72,6 +72,27 @@ def differences(before: Groups, after: Groups) -> Groups | None:
         for old, new in zip(before, after, strict=True)
     )
     return found if any(found) else None
+
+
+def merged(before: Groups | None, after: Groups) -> Groups:
+    """Earlier changes, and those after them."""
+    if before is None:
+        return after
+    return tuple({**old, **new} for old, new in zip(before, after, strict=True))
+
+
+def in_words(groups: Groups) -> str:
+    """Equal where hyper-parameters are, in every process."""
+    return repr([sorted((k, _word(value)) for k, value in group.items()) for group in groups])
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    return repr(value) if isinstance(value, _WORDS) else type(value).__name__
+
+
+_WORDS = (bool, int, float, str, tuple, list, NoneType)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -26,7 +26,7 @@ from hybridtrain.protocol.messages import (
 )
 from hybridtrain.updates.base import Again, Contribution, Evaluation, StepInput, Update
 from hybridtrain.updates.factory import build_update, for_sparse
-from hybridtrain.updates.groups import Groups, Members, numbers_of
+from hybridtrain.updates.groups import Groups, Members, merged, numbers_of
 from hybridtrain.updates.mean import merge_mixed
 from hybridtrain.updates.shared_state import SharedStateOptimizer
 from hybridtrain.updates.staleness.correction import LateGradients
@@ -68,6 +68,8 @@ class Optimizers:
         self._memory = None if store is None or pool is None else (store, pool)
         self._initial_groups = [update.members for update in self._updates]
         self._worker_groups: dict[tuple[int, int], Members] = {}  # by worker, optimizer
+        self._told: dict[tuple[int, int], Groups] = {}  # their changes so far, likewise
+        self._led_by: dict[int, int] = {}  # optimizer -> the worker whose hyper-parameters it has
         self._departed_states: list[States] = [{} for _ in self._updates]
         self._accumulated: dict[int, Accumulator] = {}  # by optimizer
         self._cached: tuple[Update | None, dict[int, float], list[Contribution]] = (None, {}, [])
@@ -158,8 +160,12 @@ class Optimizers:
         pushes: Mapping[int, Push],
         number: int | None = None,
         arrivals: Arrivals | None = None,
+        lead: int | None = None,
     ) -> Stepped:
         """Step one optimizer with these pushes and its accumulated gradients.
+
+        ``lead``: the worker whose hyper-parameters it has, if they differ between workers (a
+        schedule that follows each one's own loss); else whoever has changed them last.
 
         Pushes of weight 0 have no share, but their changes of hyper-parameters and groups are
         applied: a worker sends a change only once. A single veto skips the step, unless it is one
@@ -170,7 +176,9 @@ class Optimizers:
         counted = {w: push for w, push in pushes.items() if push.weight > 0 and not vetoed}
         with torch.no_grad(), self._naming(number):
             for worker, push in pushes.items():
-                self._apply_changes(worker, number, push.changes)
+                self._apply_changes(worker, number, push.changes, lead in (None, worker))
+            if lead is not None:
+                self._follow(lead, number)
             update = self._updates[number]
             held = self._accumulated.pop(number, None)
             if not counted and not update.under_way and held is None:
@@ -223,8 +231,21 @@ class Optimizers:
         with torch.no_grad(), self._naming(number):
             self._apply_changes(worker, number, changes)
 
-    def _apply_changes(self, worker: int, number: int, changes: Changes) -> None:
+    def _follow(self, lead: int, number: int) -> None:
+        """Another worker led before: set all that this one has changed."""
+        groups, former = self._told.get((lead, number)), self._led_by.get(number, lead)
+        self._led_by[number] = lead
+        if former != lead and groups and self._known(lead, number) == self._updates[number].members:
+            self._updates[number].set_groups(groups)
+
+    def _apply_changes(
+        self, worker: int, number: int, changes: Changes, counts: bool = True
+    ) -> None:
+        """``counts``: or the groups are only remembered."""
         groups, members = changes.groups, changes.members
+        if groups is not None:
+            before = self._told.get((worker, number)) if members is None else None
+            self._told[worker, number] = merged(before, groups)
         if members is not None:
             self._cached = (None, {}, [])
             self._worker_groups[worker, number] = members
@@ -236,7 +257,7 @@ class Optimizers:
         if changes.state is not None and self._memory is not None:
             self._updates[number] = with_state(self._updates[number], changes.state, *self._memory)
         current = self._updates[number]
-        if groups is not None and self._known(worker, number) == current.members:
+        if counts and groups is not None and self._known(worker, number) == current.members:
             current.set_groups(groups)
 
     def _contributions(

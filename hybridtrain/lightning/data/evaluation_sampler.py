@@ -111,7 +111,7 @@ def collect(trainer: pl.Trainer) -> Outputs | None:
     loop, found = trainer.predict_loop, predictions(trainer)
     if trainer.state.fn != "predict" or not loop.return_predictions or not found:
         return None
-    dealt = tuple(_is_dealt(loader) for loader in combined_loader(loop).flattened)
+    dealt = tuple(is_dealt(loader) for loader in combined_loader(loop).flattened)
     outputs = apply_to_collection(found, torch.Tensor, _compact)
     try:
         return Outputs(pickle.dumps(outputs, protocol=pickle.HIGHEST_PROTOCOL), dealt)
@@ -123,7 +123,8 @@ def collect(trainer: pl.Trainer) -> Outputs | None:
         ) from error
 
 
-def _is_dealt(loader: Any) -> bool:
+def is_dealt(loader: Any) -> bool:
+    """Whether workers share its mini-batches."""
     batches = getattr(loader, "batch_sampler", None)
     return isinstance(inside(batches), Dealt) or isinstance(getattr(loader, "sampler", None), Dealt)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -39,6 +40,9 @@ _ATOMS = (
     torch.device,
     torch.dtype,
 )
+
+
+_NUMPY = "biufcSUMm"  # kinds of numbers, texts, times
 
 
 class _NotPlain(Exception):
@@ -73,7 +77,9 @@ def of_module(module: pl.LightningModule) -> ModuleState:
     """In worker 0. Weights and buffers are sent separately."""
     return ModuleState(
         {
-            name: CallbackState(class_name(layer), plain_attributes(layer, _is_returned), {})
+            name: CallbackState(
+                class_name(layer), plain_attributes(layer, _is_returned if name else _is_own), {}
+            )
             for name, layer in module.named_modules()
         },
         {name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -81,8 +87,16 @@ def of_module(module: pl.LightningModule) -> ModuleState:
 
 
 def _is_returned(name: str) -> bool:
-    """Public attributes, and the kind of optimization: ``setup`` may set it, and counts depend."""
-    return name == HOW_IT_STEPS or name[0] != "_"
+    """Public attributes."""
+    return name[0] != "_"
+
+
+def _is_own(name: str) -> bool:
+    """What torch and Lightning do not keep for themselves, and the kind of optimization.
+
+    ``setup`` may set it, and counts depend on it.
+    """
+    return name == HOW_IT_STEPS or _is_returned(name) or name not in vars(pl.LightningModule())
 
 
 def give_to_module(module: pl.LightningModule, belongings: ModuleState) -> None:
@@ -162,6 +176,16 @@ def _on_host(state: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda value: value.cpu(), state)
 
 
+def resumes_by_state(callback: pl.Callback) -> bool:
+    """Whether ``load_state_dict`` is Lightning's own, after which the next run is a resumed one.
+
+    As that of ``StochasticWeightAveraging``, ``BaseFinetuning``, ``Timer``. Attributes are plain.
+    """
+    home = type(callback).load_state_dict.__module__
+    known = isinstance(callback, LearningRateFinder | ModelCheckpoint)
+    return not known and home.partition(".")[0] in ("pytorch_lightning", "lightning")
+
+
 def give_state(callback: pl.Callback, module: pl.LightningModule, state: dict[str, Any]) -> None:
     """In another process: restore it."""
     if isinstance(callback, LearningRateFinder):
@@ -196,10 +220,15 @@ def plain_attributes(
 
 
 def _copy(value: Any, left: list[int]) -> Any:
-    if isinstance(value, _ATOMS):
+    if isinstance(value, _ATOMS) and not isinstance(value, np.generic):
         if type(value).__module__.startswith(("builtins", "pathlib", "datetime", "torch")):
             return value
         raise _NotPlain
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _NUMPY:
+        value, left[0] = value.copy(), left[0] - value.size
+        if left[0] < 0:
+            raise _NotPlain
+        return value
     left[0] -= value.numel() if type(value) is torch.Tensor else len(value) if _sized(value) else 0
     if left[0] < 0:
         raise _NotPlain

@@ -34,6 +34,7 @@ from hybridtrain.lightning.results.callback_state import (
     of_callback,
     of_module,
     pairs,
+    resumes_by_state,
 )
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
 from hybridtrain.lightning.results.returned_optimizers import Trained
@@ -130,7 +131,8 @@ def unpack(
         attach_module_callbacks(trainer)
     for callback, belongings in pairs(_all(trainer), home.callbacks):
         give_plain(callback, belongings.plain)
-        give_state(callback, trainer.lightning_module, belongings.state)
+        if not resumes_by_state(callback):
+            give_state(callback, trainer.lightning_module, belongings.state)
     context_of(trainer).keeping.forget_lost(trainer)
     for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
         give_to_logger(logger, brought)

@@ -16,7 +16,7 @@ from hybridtrain.memory.arena import LentState
 from hybridtrain.protocol.messages import Changes, Clip, GradientPush, Push
 from hybridtrain.updates.base import Contribution, StepInput
 from hybridtrain.updates.flat.lent_state import LentFlatUpdate, borrow
-from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.groups import Groups, plain
 
 Found = Callable[[int], tuple[LentState, dict[int, Arena]] | None]
 SteppedOptimizers = Callable[[], Sequence[tuple[torch.optim.Optimizer, tuple[int, ...]]]]
@@ -72,6 +72,11 @@ class BorrowedUpdate:
     def takes(self, groups: Groups | None) -> bool:
         """Set these hyper-parameters; False if they need another state."""
         return groups is None or self.lent.set_groups(groups)
+
+    def groups(self) -> Groups:
+        """The hyper-parameters of this worker's optimizer."""
+        (optimizer, _), *_ = self._stepped()
+        return plain(optimizer)
 
     @torch.no_grad()
     def step(self, contributions: Sequence[Contribution], clip: Clip | None) -> None:

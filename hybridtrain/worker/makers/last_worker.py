@@ -6,7 +6,6 @@ a round of the server the state may have been replaced, so workers request it ag
 
 from __future__ import annotations
 
-import pickle
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from dataclasses import replace
 from hybridtrain.protocol.messages import Changed, Changes, Clip, Push
 from hybridtrain.protocol.shared_round import Arrival, ArrivalResult, SharedRound
 from hybridtrain.updates.base import Contribution
-from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.groups import Groups, in_words, merged
 from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate, is_plain
 from hybridtrain.worker.makers.logged_steps import LoggedSteps
 from hybridtrain.worker.makers.maker import Maker
@@ -50,11 +49,13 @@ class LastWorkerMaker(Maker):
         self._weights: Sequence[float] = ()
         self._contributions: list[Contribution] = []
         self._clip: Clip | None = None
+        self._words: int | None = None  # a hash of the hyper-parameters
         self._came_s = 0.0
         self._owed: Groups | None = None  # changed hyper-parameters, not sent to the server yet
         self._coming: Groups | None = None  # those of this round, owed once it is made here
 
     def begin(self, last: int | None) -> None:
+        self._words = None
         self.borrowed.begin()
 
     def timed(self) -> list[tuple[object, str, str]]:
@@ -71,14 +72,12 @@ class LastWorkerMaker(Maker):
             self._call_off(number)
             return False
         samples = push.weight if push.samples is None else push.samples
-        told = (push.changes.groups, push.clip)
-        token = zlib.crc32(pickle.dumps(told)) if told != (None, None) else 0
         self._clip = push.clip
         if self.shared.is_first(number):
             borrowed.lent.keep()
         self.log.write(number)
         self._came_s = time.monotonic()
-        arrival = Arrival(push.weight, samples, token)
+        arrival = Arrival(push.weight, samples, self._token(push.changes.groups is not None))
         met = self.shared.come(self._worker, number, arrival, self._step)
         if met is ArrivalResult.CALLED_OFF:
             self._call_off(number)
@@ -101,6 +100,13 @@ class LastWorkerMaker(Maker):
         if takes and groups is not None:
             self._coming = groups
         return takes
+
+    def _token(self, changed: bool) -> int:
+        """A hash of what the step follows; ``changed``: it has other hyper-parameters."""
+        if self._words is None or changed:
+            self._words = zlib.crc32(in_words(self.borrowed.groups()).encode())
+        clip = self._clip
+        return self._words if clip is None else zlib.crc32(repr(clip).encode(), self._words)
 
     def wait(self, push: Push, number: int, disturbed: Callable[[], bool]) -> Push | None:
         until_s = time.monotonic() + PATIENCE_S
@@ -140,7 +146,8 @@ class LastWorkerMaker(Maker):
 
     def _settle(self) -> None:
         """The previous round is made: its hyper-parameters are owed."""
-        self._owed, self._coming = _merged(self._owed, self._coming), None
+        if self._coming is not None:
+            self._owed, self._coming = merged(self._owed, self._coming), None
 
     def owed(self, made: bool) -> Changed | None:
         if not made:
@@ -154,9 +161,3 @@ class LastWorkerMaker(Maker):
             self._weights, total = weights, sum(weights)
             self._contributions = [Contribution(w, own / total) for w, own in enumerate(weights)]
         self.borrowed.step(self._contributions, self._clip)
-
-
-def _merged(before: Groups | None, after: Groups | None) -> Groups | None:
-    if before is None or after is None:
-        return after if before is None else before
-    return tuple({**old, **new} for old, new in zip(before, after, strict=True))

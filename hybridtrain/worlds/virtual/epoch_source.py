@@ -59,6 +59,7 @@ class IdleOptimizers(Optimizers):
         pushes: Mapping[int, Push],
         number: int | None = None,
         arrivals: Arrivals | None = None,
+        lead: int | None = None,
     ) -> Stepped:
         return Stepped(tuple([worker for worker, push in pushes.items() if push.weight > 0]))
 

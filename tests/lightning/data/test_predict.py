@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks import BasePredictionWriter
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hybridtrain.errors import UserError
@@ -52,6 +53,23 @@ def test_a_limit_is_one_for_all_workers_together(limit: int | float) -> None:
     assert same(ours, predicted("auto", 1, loader, limit_predict_batches=limit))
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("limit", [0.5, 0.3, 2])
+def test_a_share_limits_loaders_that_all_workers_read_whole(
+    limit: int | float, workers: int
+) -> None:
+    loader = DataLoader(regression_data(37), batch_size=4)
+    options: dict[str, Any] = {"limit_predict_batches": limit, "use_distributed_sampler": False}
+    ours = predicted("hybrid", workers, loader, **options)
+    assert same(ours, predicted("auto", 1, loader, **options))
+
+
+def test_a_stream_has_no_share() -> None:
+    with pytest.raises(MisconfigurationException, match="IterableDataset"):
+        predicted("hybrid", 2, DataLoader(Stream(), batch_size=2), limit_predict_batches=0.5)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
@@ -79,11 +97,12 @@ def test_several_loaders_of_which_one_is_shorter_than_the_workers_are_many() -> 
     assert same(ours, theirs)
 
 
-def test_a_stream_that_everybody_reads_is_worker_zeros() -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            yield from zip(*regression_data(10).tensors, strict=True)
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from zip(*regression_data(10).tensors, strict=True)
 
+
+def test_a_stream_that_everybody_reads_is_worker_zeros() -> None:
     loader = DataLoader(Stream(), batch_size=4)
     assert same(predicted("hybrid", 2, loader), predicted("auto", 1, loader))
 

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -143,3 +144,49 @@ def test_optimizers_that_cannot_be_made_here_are_named(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "home.ckpt")
     saved = torch.load(tmp_path / "home.ckpt", weights_only=False)
     assert saved["optimizer_states"][0]["state"], "a checkpoint has them nevertheless"
+
+
+class Collects(pl.Callback):
+    def __init__(self) -> None:
+        self.scores: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.scores += [np.float64(1.5), np.arange(3), np.int32(trainer.global_step)]
+
+
+class Remembers(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self._losses: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._losses.append(float(self.trainer.callback_metrics["train/loss"]))
+
+
+@pytest.mark.parametrize("strategy", by_default(STRATEGIES, "hybrid"))
+def test_what_user_code_has_collected_is_there(strategy: str) -> None:
+    collects, module = Collects(), Remembers()
+    trainer = make_trainer(strategy, 1, callbacks=[collects], max_epochs=1)
+    trainer.fit(module, datamodule=Data())
+    assert len(module._losses) == 6
+    assert [type(each) for each in collects.scores[:3]] == [np.float64, np.ndarray, np.int32]
+    assert len(collects.scores) == 18 and collects.scores[-1] == 6
+
+
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "hybrid"))
+def test_a_second_training_begins_as_on_one_device(strategy: str) -> None:
+    def rates(name: str) -> list[float]:
+        averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2)
+        timer = pl.callbacks.Timer()
+        trainer, module = make_trainer(name, 1, callbacks=[averaging, timer]), Plain()
+        found = []
+        for n_epochs in (3, 3):
+            trainer.fit_loop.epoch_progress.reset()
+            trainer.fit_loop.max_epochs = n_epochs
+            pl.seed_everything(3, verbose=False)
+            trainer.fit(module, datamodule=Data())
+            found += [group["lr"] for group in trainer.optimizers[0].param_groups]
+        assert timer._offset == 0
+        return found
+
+    assert rates(strategy) == rates("auto")
