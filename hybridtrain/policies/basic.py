@@ -57,12 +57,12 @@ class NotTooLate(Checked):
     def begin(self, n_workers: int) -> Needs:
         self._updates = 0
         self._read: dict[int, int] = {}  # worker -> updates when it read the parameters
-        return Needs(whole_rounds=False, drops_late=n_workers > 1)
+        return Needs(whole_rounds=False, drops_late=n_workers > 1, bears=self.max_staleness)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
-            case Joined(worker):
-                self._read[worker] = self._updates
+            case Joined(worker, behind):
+                self._read[worker] = self._updates - behind
             case Pushed(worker, last=last, empty=empty):
                 late = self._updates - self._read.get(worker, self._updates)
                 counts = last or late <= self.max_staleness

@@ -79,8 +79,8 @@ class FirstK(Checked):
         match fact:
             case Pushed(worker, last=last):
                 return self._pushed(worker, last)
-            case Joined(worker):
-                self._since[worker] = self._round
+            case Joined(worker, behind):
+                self._since[worker] = self._round - behind
             case Waiting(worker) | Left(worker):
                 self._since.pop(worker, None)
                 self._got.discard(worker)
@@ -183,8 +183,10 @@ class Deadline(Checked):
                 return self._pushed(worker, at_s, last)
             case TimerFired(at_s):
                 return self._close(at_s)
-            case Joined(worker):
+            case Joined(worker, behind):
                 self._join(worker)
+                if behind:
+                    self._fresh.discard(worker)
             case Waiting(worker) | Left(worker):
                 for known in (self._fresh, self._active, self._got):
                     known.discard(worker)

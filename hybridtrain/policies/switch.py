@@ -7,6 +7,7 @@ the unanswered pushes as new facts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -105,6 +106,7 @@ class Switch(Checked):
             whole_rounds=self._rounds,
             holds=any(part.holds for part in parts.values()),
             drops_late=any(part.drops_late for part in parts.values()),
+            bears=max(x.bears if x.drops_late else math.inf for x in parts.values()),
             watches_loss=self.patience is not None,
             gathers=early if at is not None else min(early, late),
             later=(at, late) if at is not None else None,

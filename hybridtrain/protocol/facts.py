@@ -19,9 +19,13 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The worker computes from the newest parameters, and will push."""
+    """The worker computes, and will push.
+
+    ``behind``: updates since it has read its parameters; 0: they are the newest.
+    """
 
     worker: int
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)

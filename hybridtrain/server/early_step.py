@@ -47,7 +47,8 @@ class EarlyStep:
         try:
             # Not what a profiler has put in its place: that measures the server's thread.
             step = type(self._optimizers).step
-            self._stepped = step(self._optimizers, self._pushes, arrivals=self._arrivals)
+            pushes, arrivals = self._pushes, self._arrivals
+            self._stepped = step(self._optimizers, pushes, arrivals=arrivals, lead=min(pushes))
         except NotArrived:  # the update has undone it
             pass
         except BaseException as error:

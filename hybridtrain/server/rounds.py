@@ -226,11 +226,11 @@ class Rounds:
         self._statistics.clocks.leave(worker)
         return [*self._averaging.busy(worker, self.store), *self._obey(Waiting(worker))]
 
-    def join(self, worker: int) -> Replies:
-        """The worker computes again."""
+    def join(self, worker: int, behind: int = 0) -> Replies:
+        """The worker computes again; ``behind``: updates that it has not read."""
         self._statistics.clocks.join(worker)
         self._averaging.back(worker)
-        return self._obey(Joined(worker))
+        return self._obey(Joined(worker, behind))
 
     def admit(self, worker: int) -> Replies:
         """The worker begins (anew) with the newest parameters."""
@@ -245,6 +245,15 @@ class Rounds:
             self._statistics.pushed(worker, mean.weight)
         self._statistics.left(worker)
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
+
+    def untold_samples(self) -> float:
+        """Samples of the steps that workers have made and not reported."""
+        made = self.step_counts
+        if made is None:
+            return 0.0
+        workers = range(self._statistics.n_workers)
+        steps = (_unreported(made.untold(w), self._queue.untold(w)) for w in workers)
+        return sum(push.samples or 0.0 for each in steps for push in each)
 
     def count_untold(self, worker: int) -> None:
         """The worker is gone: count its unreported steps, as if it had pushed each."""
@@ -284,7 +293,10 @@ class Rounds:
         if self.store is not None:
             self.store.refresh(worker)
         self.optimizers.read(worker)
+        behind = self._statistics.behind(worker)
         self._statistics.read(worker)
+        if behind and self.requirements.drops_late:
+            self._obey(Joined(worker))
 
     def take(self, worker: int, writes: Writes, meeting: int | None = None) -> None:
         """Apply the writes of the worker's user code; all make them behind a ``meeting``."""

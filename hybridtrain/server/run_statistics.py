@@ -224,6 +224,10 @@ class RunStatistics:
         """The worker has read the current parameters outside a release."""
         self._accounts[worker].read_version = self.version
 
+    def behind(self, worker: int) -> int:
+        """The updates since the worker has read parameters."""
+        return self.version - self._accounts[worker].read_version
+
     def mean_age(self) -> float:
         """The mean staleness of contributions."""
         total = sum(self.ages.values())

@@ -370,7 +370,8 @@ class Server:
         state, steps = optimizers.dump(request.place), self._rounds.step_counts
         ahead = 0 if steps is None else steps.ahead
         version = self.statistics.version + ahead  # the version of the optimizers' state
-        counted = version - self.statistics.first_version, int(self.statistics.samples)
+        samples = self.statistics.samples + (self._rounds.untold_samples() if ahead else 0.0)
+        counted = version - self.statistics.first_version, int(samples)
         return [(worker, OptimizerState(state, version, self._queue.unseen(), *counted))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
@@ -410,9 +411,12 @@ class Server:
         except UserError as error:
             return self._refuse(workers, str(error))
         answers: Replies = [(worker, reply) for worker in workers]
+        behind = self.statistics.behind
         if any(isinstance(each, Gather) and each.admits for each in items.values()):
             answers = self.membership.take_in() + answers
-        return answers + [each for worker in workers for each in self._rounds.join(worker)]
+        return answers + [
+            each for worker in workers for each in self._rounds.join(worker, behind(worker))
+        ]
 
     def _conclude(self, workers: list[int], requests: Sequence[Request]) -> Answer:
         """The answer to all ``workers``, whose ``requests`` are of one kind.

@@ -41,7 +41,7 @@ class Model:
                     "in shared memory; clone one, or tie them by one torch.nn.Parameter"
                 )
         else:
-            tensors = [(n, _view(n, a)) for n, a in self._arrays.items()]
+            tensors = [(n, _view(a)) for n, a in self._arrays.items()]
             if found := overlapping(tensors):
                 raise UserError(
                     f"the parameters {found[0]!r} and {found[1]!r} share memory, and would be "
@@ -226,9 +226,12 @@ def _from_numpy(what: str, given: Any) -> torch.Tensor:
         ) from None
 
 
-def _view(name: str, array: Any) -> torch.Tensor:
-    """The array's memory, as a tensor object of its own."""
-    return _from_numpy(name, array) if isinstance(array, np.ndarray) else array.detach()
+def _view(array: Any) -> torch.Tensor:
+    """The array's memory, as a tensor object of its own: axes that run backwards turned around."""
+    if not isinstance(array, np.ndarray):
+        return array.detach()
+    turned = tuple(slice(None, None, -1 if stride < 0 else None) for stride in array.strides)
+    return torch.from_numpy(array[turned] if turned else array)
 
 
 def _tensor(array: Any) -> torch.Tensor:

@@ -489,10 +489,11 @@ def _write(place: torch.Tensor, part: Part) -> None:
 
 
 def _filled(sock: ssl.SSLSocket, array: torch.Tensor) -> torch.Tensor:
-    """The array, which lies in one piece, with what comes."""
+    """The array with what comes."""
+    whole = array.contiguous()  # itself, as a rule
     if array.numel():
-        sockets.read_exactly(sock, _bytes(array))
-    return array
+        sockets.read_exactly(sock, _bytes(whole))
+    return array if whole is array else array.copy_(whole)
 
 
 def _bytes(array: torch.Tensor) -> memoryview:

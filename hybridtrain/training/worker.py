@@ -232,6 +232,8 @@ class Worker:
         replica, own = self._session.replica, self._session.has_own_parameters
         if own:
             replica.hold_masters()
+        else:
+            self._session.pull()  # what the body has written itself goes to the masters first
         version, (saved,) = self._client.snapshot()
         replica.refresh(keep=own)
         names = [name for name, _ in self._session.named]
@@ -378,6 +380,8 @@ class Worker:
         (step,) = self._session.steps
         if loss is not None or (self._wants.evaluates and gradients is not None):
             step.watch(_loss(loss, self._where))
+        if self._sampler is None:  # a push is all that there is of a mini-batch
+            self._client.count_pushes()
         if self._rows or self._sampler is None:
             self._session.begin_samples(samples or self._rows or 1.0)
         elif samples:  # whether it counts is decided with the first push of the mini-batch

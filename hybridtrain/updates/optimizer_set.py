@@ -469,6 +469,7 @@ class Accumulator:
     weight: float = 0.0
     count: float = 0.0  # the weights, each times its staleness factor
     clip: Clip | None = None
+    _unit: float = 1.0  # what a weight of 1 stands for in the sum
     losses: list[tuple[float, float]] = field(default_factory=list)  # of evaluations, and weights
     _present: set[int] = field(default_factory=set)
     _packed: dict[int, Packed] = field(default_factory=dict)
@@ -477,14 +478,16 @@ class Accumulator:
     def add(self, worker: int, push: Push, absent: frozenset[int], factor: float = 1.0) -> None:
         """Add the worker's row, times its weight and this factor."""
         count = push.weight * factor
+        if not self._present and count > 0 and torch.float16 in self.store.gradients[worker]:
+            self._unit = count  # or gradients times samples would soon be too large
         whole = len(self.numbers) == len(self.store.layout.slots)
         dense = whole and not absent and not push.row.packed and not self._packed
         if dense and len(self._present) in (0, len(self.numbers)):
-            self._add_rows(worker, count)
+            self._add_rows(worker, count / self._unit)
         else:
             packed = {each.number: each for each in push.row.packed}
             for number in self.numbers - absent:
-                self._add_one(worker, number, packed.get(number), count)
+                self._add_one(worker, number, packed.get(number), count / self._unit)
         self._present |= self.numbers - absent
         self.weight += push.weight
         self.count += count
@@ -518,7 +521,7 @@ class Accumulator:
     def contribution(self, total: float) -> Contribution:
         """The sum as a contribution; ``total``: the weight of all contributions of the update."""
         return Contribution(
-            self.store.held, 1.0 / total, self.numbers - self._present, dict(self._packed)
+            self.store.held, self._unit / total, self.numbers - self._present, dict(self._packed)
         )
 
 

@@ -209,3 +209,22 @@ def test_a_rule_that_needs_each_gradient_refuses_means() -> None:
     each.push(0, 1.0, within=0)
     reasons = refusals(each.push(1, 1.0, within=0))
     assert all("host_sums was given" in reason for reason in reasons.values())
+
+
+def test_an_update_that_begins_early_follows_the_first_worker() -> None:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    run, rows = Served(2, parameters=(torch.zeros(64),), optimizers=(sgd,)), Rows()
+    coming = push_of(1.0, groups=({"lr": 0.5},))  # worker 1's own plateau
+    for worker in (0, 1):
+        run.store.gradients[worker][torch.float32].fill_(1.0)
+    rows.arrive()
+    run.server.on(Received(0, push_of(1.0)))
+    run.server.on(Announced({1: coming}, rows))
+    run.server.on(Received(1, coming))
+    assert run.value() == pytest.approx(-0.1)
+    for worker in (0, 1):
+        run.push(worker, 1.0)
+    assert run.value() == pytest.approx(-0.2)
+    run.server.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from hybridtrain import DeepDist
 from hybridtrain.errors import UserError
 from hybridtrain.training import spark
 from hybridtrain.worlds.hosts import sockets
+from hybridtrain.worlds.hosts.door import hear
 from hybridtrain.worlds.hosts.key import Key
 
 Arrays = dict[str, Any]
@@ -431,3 +433,20 @@ def test_a_killed_executor_and_a_speculated_task_change_nothing(
     assert "Lost executor" in done.stderr
     assert "gradient of w has the shape (4,)" in misfit and "partition" in misfit
     assert "has been stopped" in stopped
+
+
+@pytest.mark.parametrize("kind", ["whole", "transposed", "channels_last", "every other"])
+def test_arrays_of_any_layout_are_received(kind: str) -> None:
+    conv = torch.arange(48.0).view(4, 3, 2, 2)
+    sent = {
+        "whole": torch.arange(6.0).view(2, 3),
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "channels_last": conv.to(memory_format=torch.channels_last),
+        "every other": torch.arange(12.0)[::2],
+    }[kind]
+    place = torch.empty_strided(sent.shape, sent.stride()).fill_(-1.0)
+    here, there = socket.socketpair()
+    with here, there:
+        spark._send(here, {}, [sent + 1])
+        (found,) = spark._receive(there, hear(there, None)["sizes"], [place])
+    assert found is place and torch.equal(place, sent + 1)

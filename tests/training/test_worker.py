@@ -971,3 +971,101 @@ def test_too_few_samples_for_a_mini_batch_are_said(capfd: pytest.CaptureFixture[
     assert "no mini-batch in 3 samples" in capfd.readouterr().err
     server.run(descend, data=np.int64(8))
     assert server.stats()["samples"] == 8
+
+
+# ---- found by reading ---------------------------------------------------------------------------
+
+
+def save_behind_a_write(worker: Worker, path: Path, clamps: bool) -> None:
+    ones = {"w": np.ones(4)}
+    if worker.number:
+        worker.gather("a")
+        for _ in range(5):
+            worker.push(ones)
+        worker.gather("b")
+        return
+    worker.push(ones)
+    if clamps:
+        np.clip(worker.model["w"], -100, 100, out=worker.model["w"])
+    worker.gather("a")
+    worker.gather("b")
+    worker.save(path)
+    worker.push(ones)
+
+
+@pytest.mark.parametrize("clamps", [False, True])
+@pytest.mark.parametrize("how", ["run", "simulate"])
+def test_a_file_saved_behind_a_write_has_the_masters(
+    how: str, clamps: bool, tmp_path: Path
+) -> None:
+    model, path = {"w": np.zeros(4)}, tmp_path / "run.pt"
+    server = Server(model, "async", update=SGD | {"lr": 1.0})
+    getattr(server, how)(partial(save_behind_a_write, path=path, clamps=clamps), workers=2)
+    saved = torch.load(path, weights_only=True)
+    assert saved["updates"] == 6 and float(saved["parameters"]["w"][0]) == -6
+    assert model["w"].tolist() == [-7.0] * 4, "what others had done is not taken back"
+
+
+def told(worker: Worker) -> list[bool]:
+    return [worker.push({"w": np.ones(1)}) for _ in range(5 if worker.number else 2)]
+
+
+def test_without_data_each_push_is_told_whether_it_counts() -> None:
+    policy = {"name": "async", "max_staleness": 0}
+    server = Server({"w": np.zeros(1)}, policy=policy, update=SGD | {"lr": 1.0})
+    quick, slow = server.simulate(told, workers=2, times=ServiceTimes("constant", 1.0))
+    counted = sum(map(sum, (quick, slow)))
+    assert False in quick + slow, "some are late"
+    assert counted == server.stats()["updates"]
+
+
+def meets(worker: Worker) -> Any:
+    ones = {"w": np.ones(1)}
+    if worker.number:
+        for _ in range(10):
+            worker.push(ones)
+        worker.gather("met")
+        return None
+    worker.push(ones)
+    worker.gather("met")
+    return worker.push(ones), worker.push(ones)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"name": "async", "max_staleness": 1},
+        {"name": "backup", "k": 1},
+        {"name": "k_batch_sync", "k": 1},
+    ],
+    ids=lambda policy: policy["name"],
+)
+def test_a_meeting_makes_no_gradient_newer(policy: Any) -> None:
+    server = Server({"w": np.zeros(1)}, policy=policy, update=SGD | {"lr": 1.0})
+    told, _ = server.simulate(meets, workers=2, times=ServiceTimes("constant", 1.0))
+    assert told == (False, True)
+    assert server.stats()["staleness"]["max"] <= 1
+
+
+@pytest.mark.parametrize("other", [lambda w: w, lambda w: w.T, lambda w: w[::-1], lambda w: w[1:]])
+def test_arrays_of_any_strides_that_share_memory_are_refused(other: Any) -> None:
+    w = np.zeros((3, 3), "f4")
+    with pytest.raises(UserError, match="share memory"):
+        Server({"enc": w, "dec": other(w)}, update=SGD)
+    Server({"enc": w[:1], "dec": w[1:].T}, update=SGD)
+
+
+def push_twice(worker: Worker, dtype: str) -> None:
+    for _ in range(2):
+        worker.push({"w": np.full(4, 100, dtype)}, samples=1000)
+
+
+@pytest.mark.parametrize("policy", ["k_batch_async", "k_batch_sync"])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+def test_what_is_put_aside_does_not_overflow(dtype: str, policy: str) -> None:
+    model = {"w": np.zeros(4, dtype)}
+    chosen = {"name": policy, "k": 2}
+    server = Server(model, policy=chosen, update=SGD | {"lr": 1.0})
+    workers = 1 if policy == "k_batch_async" else 2
+    server.simulate(partial(push_twice, dtype=dtype), workers=workers)
+    assert model["w"].tolist() == [-100.0 * server.stats()["updates"]] * 4

@@ -440,3 +440,17 @@ class One:
 
     def gradient(self, worker: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [values[0].clone()]
+
+
+@pytest.mark.parametrize("policy", ["async", "switch"])
+def test_who_may_be_late_is_not_interrupted(policy: str) -> None:
+    """Of four equal workers none is ever more than three updates late."""
+    late: Any = {"name": "async", "max_staleness": 3}
+    switch = {"name": "switch", "first": late, "then": "async", "at_update": 1000}
+    found = []
+    for interrupt in (False, True):
+        made = make_policy(late if policy == "async" else switch)
+        run = world(made, 4, interrupt=interrupt)
+        run.run(until_s=20.5)
+        found.append(run.server.statistics.stats()["samples_per_worker"])
+    assert found[0] == found[1] == [20, 20, 20, 20]

@@ -582,7 +582,8 @@ class VirtualWorld:
 
     def _interrupt(self) -> None:
         """Workers whose gradients would be dropped begin anew, with the newest parameters."""
-        for worker in sorted(w for w, read in self._read.items() if read < self._version):
+        least = self._version - self.server.requirements.bears
+        for worker in sorted(w for w, read in self._read.items() if read < least):
             self.interrupted += 1
             self._doing[worker] += 1
             del self._read[worker]

@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from tests.lightning.metamorphic import strategies
-from tests.lightning.toys import Regression, fit
+from tests.lightning.toys import Regression, fit, regression_data
 from tests.picking import by_default
 
 CHOSEN = [
@@ -79,3 +79,25 @@ def test_what_a_checkpoint_is_named_and_what_it_holds_agree(
     first = tmp_path / last.name.removeprefix("last-")
     for key, weights in found[last]["state_dict"].items():
         assert torch.equal(weights, found[first]["state_dict"][key])
+
+
+class Tells(ModelCheckpoint):
+    """How many updates and samples each of its files is of."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.told: list[dict[str, int]] = []
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self.told.append(dict(trainer.strategy.saved_counts()))
+
+
+@pytest.mark.parametrize("strategy", by_default(["async", "hybrid", "hogwild"], "async"))
+def test_samples_are_those_of_its_updates(strategy: str, tmp_path: Path) -> None:
+    tells = Tells(dirpath=tmp_path, every_n_train_steps=7, save_top_k=-1)
+    options: dict[str, Any] = {"callbacks": [tells], "enable_checkpointing": True}
+    fit(strategy, 2, 4, Regression, regression_data(320), max_epochs=2, **options)
+    size = 8 if strategy == "hybrid" else 4
+    assert len(tells.told) >= 5
+    assert all(each["samples"] == size * each["updates"] for each in tells.told)
