@@ -204,11 +204,19 @@ def placed(content: Any, run_dir: Path, former: str = RUN_DIR) -> Any:
     return content
 
 
+class _Absent:
+    def __str__(self) -> str:
+        return "nothing"
+
+
+ABSENT = _Absent()
+
+
 def changed_keys(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two configurations differ: key, value then, value now; ``None``: there is none."""
+    """Where two configurations differ: key, value then, value now; ``ABSENT``: there is none."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in sorted({*then, *now}):
             inner = f"{path}.{key}" if path else str(key)
-            yield from changed_keys(then.get(key), now.get(key), inner)
+            yield from changed_keys(then.get(key, ABSENT), now.get(key, ABSENT), inner)
     elif then != now:
         yield path, then, now

@@ -22,7 +22,7 @@ import hybridtrain
 from hybridtrain.cli import hydra_config
 from hybridtrain.cli.claim import attempt, claim, release, started_by_a_run
 from hybridtrain.cli.further_host import place_in
-from hybridtrain.cli.hydra_config import changed_keys, placed, portable, quoted
+from hybridtrain.cli.hydra_config import ABSENT, changed_keys, placed, portable, quoted
 from hybridtrain.cli.sweep.job_process import is_job
 from hybridtrain.cli.validation.host_checks import check_files, check_owner
 from hybridtrain.errors import UserError
@@ -250,7 +250,7 @@ def _differences(
         (key, before, after)
         for key, before, after in changed_keys(then, now)
         if not any(key == x or key.startswith(f"{x}.") for x in ASIDE)
-        and (before is not None or key.startswith(keys))
+        and (before is not ABSENT or key.startswith(keys))
     ]
 
 

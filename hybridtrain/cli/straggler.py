@@ -1,4 +1,4 @@
-"""A callback that slows one worker down, to measure how strategies cope with a straggler."""
+"""Callbacks of ``experiment=to_target``: its end, and a worker that is slowed down."""
 
 from __future__ import annotations
 
@@ -7,8 +7,26 @@ from typing import Annotated, Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import EarlyStopping
 
 from hybridtrain.util.option_types import Range, typed
+
+
+class AtTarget(EarlyStopping):
+    """Ends training once a metric has reached a value, to seven digits.
+
+    Lightning's own threshold must be passed, and 0.95 in 32 bits is less than 0.95.
+
+    Args:
+        monitor: the metric.
+        mode: ``min`` or ``max``.
+        value: the target.
+    """
+
+    def __init__(self, monitor: str, mode: str, value: float) -> None:
+        slack = max(abs(value), 1e-30) * 1e-7
+        threshold = value + slack if mode == "min" else value - slack
+        super().__init__(monitor, patience=10**6, mode=mode, stopping_threshold=threshold)
 
 
 class Straggler(pl.Callback):

@@ -196,7 +196,12 @@ def _state_bytes(run: Run) -> int | None:
     """Bytes of optimizer state for each parameter; ``None``: not known."""
     target = run.config.get("optimizer._target_")
     name = str(target).rpartition(".")[2]
-    return None if target is None else STATE_BYTES.get(name, USUAL_STATE_BYTES)
+    if target is None:
+        return None
+    more = ("amsgrad", "centered", *(("momentum",) if name in ("SGD", "RMSprop") else ()))
+    return STATE_BYTES.get(name, USUAL_STATE_BYTES) + 4 * sum(
+        bool(run.config.get(f"optimizer.{option}")) for option in more
+    )
 
 
 def speed_of(record: Record) -> float:

@@ -202,7 +202,8 @@ class Plan:
 
 def _rank(row: PlanRow) -> tuple[float, float]:
     times = row.time_to_target_s
-    return (math.inf if times is None else math.sqrt(times[0] * times[1])), -row.samples_per_s
+    middle = math.inf if times is None else math.sqrt(times[0] * times[1]) or times[1] / 2
+    return middle, -row.samples_per_s
 
 
 def own_spec(run: Evidence) -> StrategySpec | None:

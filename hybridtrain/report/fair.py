@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Context
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def reachable(search: Sequence[Training], directory: Path, goal: Goal) -> float 
         each = [[x for x in costs if math.isfinite(x)] for costs in each]
         early = [x for costs in each for x in costs[: math.ceil(EARLY * len(costs))]]
         found += [min(early)] if early else []
-    return goal.sign * float(f"{max(found):.4g}") if found else None
+    rounding = Context(prec=4, rounding=ROUND_CEILING)  # to one that has been reached
+    return goal.sign * float(rounding.create_decimal(repr(max(found)))) if found else None
 
 
 # ---- over the seeds -----------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def read_run(folder: Path) -> Run:
     """Read a run; missing and broken files are left out."""
     broken: list[str] = []
     summary = read_mapping(folder / SUMMARY_FILE, broken)
-    ended = _ending(folder)
+    ended = {} if summary.get("exit") == 0 else _ending(folder)  # resumed behind its sweep, perhaps
     curve = read_history(folder)
     if curve.bad:
         broken.append(f"{HISTORY_FILE} ({curve.bad} rows)")

@@ -316,6 +316,14 @@ class Worker:
         self._n_batches += 1
         self._client.heartbeat.beat(Doing.STEP)
 
+    def _begin_push(self, samples: float) -> None:
+        if self._sampler is None:  # a push is all that there is of a mini-batch
+            self._client.count_pushes()
+        if self._rows or self._sampler is None:
+            self._session.begin_samples(samples or self._rows or 1.0)
+        elif samples:  # whether it counts is decided with the first push of the mini-batch
+            self._session.go_on(samples)
+
     def _check_pushed(self) -> None:
         """The body is done with a mini-batch; without its loss, that of the pass is wrong."""
         if self._wants.evaluates and self._rows:
@@ -380,12 +388,7 @@ class Worker:
         (step,) = self._session.steps
         if loss is not None or (self._wants.evaluates and gradients is not None):
             step.watch(_loss(loss, self._where))
-        if self._sampler is None:  # a push is all that there is of a mini-batch
-            self._client.count_pushes()
-        if self._rows or self._sampler is None:
-            self._session.begin_samples(samples or self._rows or 1.0)
-        elif samples:  # whether it counts is decided with the first push of the mini-batch
-            self._session.go_on(samples)
+        self._begin_push(samples)
         has_some = any(parameter.grad is not None for parameter in step.parameters)
         step() if has_some else step.skip()
         for parameter in step.parameters:

@@ -155,7 +155,7 @@ def test_the_best_of_each_search_is_trained_with_new_seeds_in_turn(
     assert all("tested" not in x for x in content()["search"])
     assert [x["tested"] for x in content()["runs"]] == [0.95] * 4
     repeated = command(*rows[0]["command"].split()[3:], "seed=1", "--cfg", "job")
-    assert repeated.code == 0 and "stopping_threshold" in repeated.out
+    assert repeated.code == 0 and "straggler.AtTarget" in repeated.out
 
 
 def test_a_strategys_own_options_and_own_search(

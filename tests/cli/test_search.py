@@ -12,11 +12,12 @@ from contextlib import closing, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hybridtrain.cli.sweep import reports
+from hybridtrain.cli.sweep import reports, search
 from hybridtrain.cli.sweep.reports import Mailbox, Reporter
 from hybridtrain.cli.sweep.search import LiveTable, Search, combinations, space_of
 from hybridtrain.errors import UserError
@@ -171,6 +172,23 @@ def test_a_job_is_pruned_under_every_strategy(
     updates = [summary(f"jobs/{i}")["updates"] for i in range(2)]
     assert 0 < updates[1] < updates[0]
     assert summary("jobs/1")["exit"] == 0 and "test/n" not in summary("jobs/1")["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "direction", "turned"),
+    [
+        ("val/loss", "min", "maximize", True),
+        ("val/acc", "max", "maximize", False),
+        ("val/acc", "max", "minimize", True),
+        ("test/n", "min", "maximize", False),  # the metric itself, whose direction was given
+        (None, "min", "maximize", False),
+    ],
+)
+def test_what_is_reported_is_judged_by_its_own_direction(
+    monitor: str | None, mode: str, direction: str, turned: bool
+) -> None:
+    task = SimpleNamespace(monitor=monitor, metric="test/n", mode=mode)
+    assert search._turned(task, direction) == turned
 
 
 @pytest.mark.slow

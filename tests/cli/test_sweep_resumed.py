@@ -13,8 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from hybridtrain.cli.hydra_config import ABSENT, changed_keys
+from hybridtrain.cli.sweep import resumed
 from hybridtrain.cli.sweep.resumed import Sweep
+from hybridtrain.errors import UserError
 from hybridtrain.report.charts import number
 from tests.cli.conftest import Command, in_use, summary
 from tests.cli.test_full_disk import UNSHARE
@@ -117,6 +121,17 @@ def test_a_job_that_would_be_configured_otherwise_is_named(ended: Command) -> No
     path.write_text(path.read_text().replace("max_epochs: 1", "max_epochs: 7"))
     complaint = ended("-m", "resume=sweeps/1").complaint
     assert "sweeps/1/0 had another configuration: trainer.max_epochs=1, then 7" in complaint
+
+
+def test_what_was_null_has_changed_too_and_what_is_new_has_not(tmp_path: Path) -> None:
+    then, now = {"a": {"b": None}}, {"a": {"b": 0.01}, "c": 1}
+    assert [*changed_keys(then, now)] == [("a.b", None, 0.01), ("c", ABSENT, 1)]
+    path = tmp_path / ".hydra/config.yaml"
+    path.parent.mkdir()
+    path.write_text(json.dumps(then))
+    with pytest.raises(UserError, match=r"another configuration: a\.b=0\.01, then None"):
+        resumed._check_same(tmp_path, OmegaConf.create(now))
+    resumed._check_same(tmp_path, OmegaConf.create(then | {"c": 1}))
 
 
 @pytest.mark.slow

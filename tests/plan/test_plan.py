@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hybridtrain.plan import main
+from hybridtrain.plan import main, prediction
 from hybridtrain.plan.evidence import Target, evidence
 from hybridtrain.plan.prediction import samples_to
 from tests.report.test_advice import UPDATE_S, recorded
@@ -242,6 +243,27 @@ def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
     wanted |= {"downpour": 28 + own}
     rows = planned(tmp_path, f"run={run}", f"strategy={','.join(wanted)}")
     assert {row["strategy"]: row["memory_bytes"] for row in rows} == wanted
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "n_bytes"),
+    [
+        ({"_target_": "torch.optim.SGD", "momentum": 0.9}, 4),
+        ({"_target_": "torch.optim.SGD", "momentum": 0.0}, 0),
+        ({"_target_": "torch.optim.Adam", "amsgrad": True}, 12),
+        ({"_target_": "torch.optim.RMSprop", "momentum": 0.9, "centered": True}, 12),
+    ],
+)
+def test_state_is_that_of_the_options(tmp_path: Path, optimizer: Any, n_bytes: int) -> None:
+    run = left(tmp_path / "run", size_bytes=4)
+    (run / ".hydra").mkdir(exist_ok=True)
+    (run / ".hydra/config.yaml").write_text(json.dumps({"optimizer": optimizer}))
+    assert evidence(run).state_bytes == n_bytes
+
+
+def test_a_range_that_begins_at_0_is_ranked_by_its_middle() -> None:
+    rows = [SimpleNamespace(time_to_target_s=x, samples_per_s=1.0) for x in ((0, 60), (20, 25))]
+    assert sorted(rows, key=prediction._rank) == rows[::-1]  # type: ignore[arg-type]
 
 
 def test_the_end_of_an_epoch_hands_over_what_is_left(tmp_path: Path) -> None:

@@ -160,6 +160,14 @@ def test_how_a_job_without_a_summary_ended_is_known_from_its_sweep(tmp_path: Pat
     assert (run.status, run.reason) == ("failed", "its process was killed by SIGKILL")
 
 
+def test_a_job_that_was_resumed_behind_its_sweep_has_finished(tmp_path: Path) -> None:
+    leave(tmp_path / "x/0", "model.a=1")
+    ended = {"x/0": {"exit": 137, "error": "was killed"}}
+    (tmp_path / "jobs.json").write_text(json.dumps(ended))
+    run = read_run(tmp_path / "x/0")
+    assert (run.status, run.reason) == ("finished", "")
+
+
 def test_one_run_and_runs_without_metric_or_history(tmp_path: Path) -> None:
     leave(tmp_path / "0", metrics={})
     _, seen = page_of(tmp_path)

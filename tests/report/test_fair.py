@@ -223,3 +223,13 @@ def test_the_page_has_the_table_and_bands_and_survives_a_damaged_file(tmp_path: 
     (tmp_path / FAIR_FILE).write_text(json.dumps(content))
     assert "could not be read" in "".join(fair_of(tmp_path))
     assert not list(fair_of(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize(("value", "mode"), [(176 / 180, "max"), (1 / 30, "min"), (2 / 3, "min")])
+def test_an_automatic_target_has_been_reached(value: float, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    course(tmp_path / "0", round(value, 7))
+    job = Training("hybrid", {}, 0, "0")
+    target = reachable([job], tmp_path, Goal("val/acc", mode))
+    assert target == pytest.approx(value, rel=1e-3)
+    assert job.measured(tmp_path, Goal("val/acc", mode, target)).samples is not None

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from hybridtrain.cli import hydra_config
 from hybridtrain.cli.claim import attempt, claim, release
 from hybridtrain.cli.exit_status import CommandOutcome
-from hybridtrain.cli.hydra_config import changed_keys, quoted
+from hybridtrain.cli.hydra_config import ABSENT, changed_keys, quoted
 from hybridtrain.cli.resume import (
     ASIDE,
     AUTO,
@@ -208,7 +208,7 @@ def _check_same(directory: Path, cfg: DictConfig) -> None:
     found = [
         (key, before, after)
         for key, before, after in changed_keys(then, now)
-        if before is not None and not any(key == x or key.startswith(f"{x}.") for x in ASIDE)
+        if before is not ABSENT and not any(key == x or key.startswith(f"{x}.") for x in ASIDE)
     ]
     if found:
         raise UserError(

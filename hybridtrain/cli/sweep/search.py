@@ -126,7 +126,9 @@ class OptunaSweeper(JobSweeper):
             search = Search(study, space, self.sampler, _seed_of(study, self.seed), directory)
             search.prepare(self.n_trials)
             resumed.sign(directory, self.sweep_config)
-            SearchRun(self.launcher, search, fixed, str(task.metric)).run()
+            SearchRun(
+                self.launcher, search, fixed, str(task.metric), _turned(task, direction)
+            ).run()
         except (optuna.exceptions.StorageInternalError, OSError) as error:
             raise Lost(
                 f"the study of the search cannot be kept: {explain.one_line(error)[:200]}; "
@@ -297,6 +299,12 @@ def _check_trials(study: optuna.Study, directory: Path) -> None:
         )
 
 
+def _turned(task: Any, direction: str) -> bool:
+    """Whether ``task.monitor``, which pruners judge by, has another direction than the study."""
+    monitors = task.monitor is not None and task.monitor != task.metric
+    return monitors and (task.mode == "max") != (direction == "maximize")
+
+
 def _seed_of(study: optuna.Study, seed: int | None) -> int:
     if "seed" not in study.user_attrs:
         study.set_user_attr("seed", time.time_ns() % 2**32 if seed is None else seed)
@@ -413,11 +421,18 @@ class SearchRun:
 
     Args:
         metric: its name, for messages.
+        turned: what jobs report in training is better where the metric would be worse.
     """
 
     def __init__(
-        self, launcher: ProcessLauncher, search: Search, fixed: list[str], metric: str
+        self,
+        launcher: ProcessLauncher,
+        search: Search,
+        fixed: list[str],
+        metric: str,
+        turned: bool = False,
     ) -> None:
+        self._sign = -1.0 if turned else 1.0
         self._launcher, self._search, self._fixed, self._metric = launcher, search, fixed, metric
         self._study, self._states = search.study, search.states
         self._trials: dict[int, Trial] = {}
@@ -482,7 +497,7 @@ class SearchRun:
         trial = self._trials[number]
         known = self._study.get_trials(deepcopy=False)[number].intermediate_values
         if step not in known and math.isfinite(value):
-            trial.report(value, step)
+            trial.report(self._sign * value, step)
         if trial.should_prune():
             self._pruned[number] = step
         self._show()

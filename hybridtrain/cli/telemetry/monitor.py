@@ -23,7 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from hybridtrain.lightning.data.batch_size import samples_in
 from hybridtrain.lightning.hooks.loop_hooks import callback_metrics, logged_step
 from hybridtrain.lightning.run_context import strategy_of
-from hybridtrain.report.history import History
+from hybridtrain.report.history import KNOWN, History
 from hybridtrain.util.files import write_whole
 from hybridtrain.util.option_types import NotNegative, typed
 
@@ -113,6 +113,12 @@ def up_to_date(stats: RunStats | None, trainer: Any) -> RunStats | None:
     return RunStats.of(known, workers=trainer.world_size, train_s=known["training_s"], total=now)
 
 
+def whole_loss(outputs: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+    """:func:`loss_of`, times the accumulated mini-batches by which Lightning has divided it."""
+    loss, n = loss_of(outputs), trainer.accumulate_grad_batches
+    return loss * n if loss is not None and module.automatic_optimization and n != 1 else loss
+
+
 def loss_of(outputs: Any) -> torch.Tensor | None:
     """The detached loss of a training step; None: it has none."""
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -181,6 +187,7 @@ class RunMonitor(pl.Callback):
         self._metrics: dict[str, torch.Tensor] = {}  # at the last validation
         self._before: dict[str, torch.Tensor] = {}  # metrics before the current validation
         self._validated: dict[str, float] = {}
+        self._over: dict[str, Any] = {}  # where an epoch has ended whose row is not written yet
 
     def describe(self, hparams: dict[str, Any]) -> None:
         """Log these at the start."""
@@ -238,10 +245,19 @@ class RunMonitor(pl.Callback):
             self._record(trainer, self.stats(trainer), self._validated)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note where the epoch has ended: the module's hook, which may log, comes later."""
+        self._over = {} if self._history is None else self._place(trainer, self.stats(trainer))
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the row of the epoch before."""
+        self._close_epoch(trainer)
+
+    def _close_epoch(self, trainer: pl.Trainer) -> None:
         """Write what training has logged, means of the epoch among it, to the history."""
-        metrics = self._fresh_metrics(trainer)
-        if self._history is not None and metrics:
-            self._record(trainer, self.stats(trainer), metrics)
+        metrics, place = self._fresh_metrics(trainer), self._over
+        self._over = {}
+        if place and metrics:
+            self._add(trainer, place, metrics)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -266,6 +282,7 @@ class RunMonitor(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log and write the final statistics."""
+        self._close_epoch(trainer)
         self._stop_clock()
         stats = self.stats(trainer)
         self._log(trainer, stats)
@@ -361,10 +378,8 @@ class RunMonitor(pl.Callback):
 
     def _keep_loss(self, outputs: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the loss to the mean of the next row, without a synchronisation with the device."""
-        if (loss := loss_of(outputs)) is None:
+        if (loss := whole_loss(outputs, trainer, pl_module)) is None:
             return
-        if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
-            loss = loss * trainer.accumulate_grad_batches  # Lightning divides it
         self._loss_sum = loss.clone() if self._loss_sum is None else self._loss_sum + loss
         self._n_losses += 1
 
@@ -376,14 +391,23 @@ class RunMonitor(pl.Callback):
         return fresh
 
     def _record(self, trainer: pl.Trainer, stats: RunStats, metrics: dict[str, float]) -> None:
+        self._add(trainer, self._place(trainer, stats), metrics)
+
+    def _place(self, trainer: pl.Trainer, stats: RunStats) -> dict[str, Any]:
+        """Where training is."""
+        place = {"wall_s": time.monotonic() - self._made, "epoch": trainer.current_epoch}
+        return place | stats.in_history()
+
+    def _add(self, trainer: pl.Trainer, place: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Write a row; metrics that are called as a column of ours get a prefix."""
         if self._history is None or not self._history.folder.is_dir():
             return
         if not trainer.is_global_zero:  # it was, while worker 0 restarted
             return
-        row = {"wall_s": time.monotonic() - self._made, "epoch": trainer.current_epoch}
-        row |= stats.in_history()
+        row = dict(place)
         if self._loss_sum is not None:
             row["train_loss"] = float(self._loss_sum) / self._n_losses
         self._loss_sum, self._n_losses = None, 0
         with self._disk():
-            self._history.add({**row, **{k: v for k, v in metrics.items() if k not in row}})
+            named = {f"logged/{k}" if k in KNOWN else k: v for k, v in metrics.items()}
+            self._history.add(row | named)

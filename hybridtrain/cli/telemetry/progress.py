@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ProgressBar, RichProgressBar
 
-from hybridtrain.cli.telemetry.monitor import RunMonitor, RunStats, loss_of
+from hybridtrain.cli.telemetry.monitor import RunMonitor, RunStats, whole_loss
 from hybridtrain.util.option_types import NotNegative, typed
 
 
@@ -29,9 +29,9 @@ class Rate:
         self._numbers: dict[str, str] = {}
         self._loss: torch.Tensor | None = None
 
-    def see(self, outputs: Any) -> None:
+    def see(self, outputs: Any, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Keep the loss of a training step, as a tensor until it is shown."""
-        if (loss := loss_of(outputs)) is not None:
+        if (loss := whole_loss(outputs, trainer, module)) is not None:
             self._loss = loss
 
     def numbers(self, trainer: pl.Trainer) -> dict[str, str]:
@@ -75,7 +75,7 @@ class LiveProgress(RichProgressBar):
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Remember the loss, then draw."""
-        self._rate.see(outputs)
+        self._rate.see(outputs, trainer, pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(
@@ -114,7 +114,7 @@ class PlainProgress(ProgressBar):
     ) -> None:
         """Print a line when it is time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._rate.see(outputs)
+        self._rate.see(outputs, trainer, pl_module)
         if time.monotonic() - self._last_line >= self.line_every_s:
             self._line(trainer, f"batch {batch_idx + 1}/{self.total_train_batches}")
 

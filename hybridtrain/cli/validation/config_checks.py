@@ -82,7 +82,8 @@ class RunOptions:
         callbacks: by name.
         logger: by name.
         task: what is learnt.
-        seed: of initial weights, order of samples, augmentation; null: another each time.
+        seed: of initial weights, order of samples, augmentation; null: another each
+            time, but the same order.
         ckpt: a checkpoint to go on from, or to test; `last`: the newest whole one of this model.
         resume: the directory of a run to go on with; `auto`: the last unfinished one.
         resume_override: let resume=DIR go on with other options than the run had.

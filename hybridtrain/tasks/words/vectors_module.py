@@ -155,7 +155,8 @@ class WordVectors(CompiledSteps):
             self._began_s = now
         self._losses.append(float(loss))
         new_epoch = self._told[0] != self.current_epoch  # in which all are to log something
-        if first or new_epoch or now - self._told[1] >= _TELLS_EVERY_S:
+        due = first or new_epoch or self.trainer.is_last_batch
+        if due or now - self._told[1] >= _TELLS_EVERY_S:
             if not first:
                 rate = self._words * self.trainer.world_size / max(now - self._began_s, 1e-9)
                 self.log(unit, rate, prog_bar=True, batch_size=1)
@@ -164,6 +165,10 @@ class WordVectors(CompiledSteps):
             self._told = (self.current_epoch, now)
             self._losses.clear()
         self._words += n_words
+
+    def on_train_epoch_start(self) -> None:
+        """Losses of an epoch are not logged in the next one."""
+        self._losses.clear()
 
     # ---- the end --------------------------------------------------------------------------------
 

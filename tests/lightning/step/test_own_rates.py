@@ -62,9 +62,8 @@ def test_the_rate_of_worker_0_is_applied(
     strategy = HybridStrategy(**({"exchange": exchange} if exchange else {}), **options)
     module = Drops(plateau, others)
     data = TensorDataset(torch.zeros(N * workers, 1))
-    with torch.random.fork_rng():
-        trainer = make_trainer(strategy, workers, max_epochs=4)
-        trainer.fit(module, DataLoader(data, 4), DataLoader(TensorDataset(torch.zeros(6, 1)), 1))
+    trainer = make_trainer(strategy, workers, max_epochs=4)
+    trainer.fit(module, DataLoader(data, 4), DataLoader(TensorDataset(torch.zeros(6, 1)), 1))
     assert len(module.rates) == 4 * N // 4
     assert len({*module.rates}) == 1 if others else len({*module.rates}) > 1
     assert float(module.w) == pytest.approx(-sum(module.rates), rel=1e-5)

@@ -239,3 +239,33 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 def test_compiled_steps_need_parameters_that_all_share(text: Path) -> None:
     with pytest.raises(UserError, match=r"compiled=true .* use strategy=hogwild"):
         train(Word2Vec(4, compiled=True), text, "hybrid", 1)
+
+
+class Losses(pl.Callback):
+    """What is logged as the loss of each epoch."""
+
+    def __init__(self) -> None:
+        self.told: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch:
+            self.told.append(float(trainer.callback_metrics["train/loss"]))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.told.append(float(trainer.callback_metrics["train/loss"]))
+
+
+def test_the_loss_of_an_epoch_is_the_mean_of_its_own(text: Path, monkeypatch: Any) -> None:
+    own: dict[int, list[float]] = {}
+    tell = Word2Vec.tell
+
+    def kept(self: Any, loss: Any, *rest: Any) -> None:
+        own.setdefault(self.current_epoch, []).append(float(loss))
+        tell(self, loss, *rest)
+
+    monkeypatch.setattr(Word2Vec, "tell", kept)
+    losses = Losses()
+    train(Word2Vec(dim=8), text, "auto", 1, callbacks=[losses], max_epochs=3)
+    means = [sum(each) / len(each) for each in own.values()]
+    assert len({len(each) for each in own.values()} - {1}) > 0
+    assert losses.told == pytest.approx(means, rel=1e-5)
