@@ -16,7 +16,8 @@ and, if the strategy counts them, all since training began: ``waiting_share`` (m
 workers, 0 to 1), ``staleness_mean`` and ``staleness_max`` (updates), ``effective_batch`` (samples
 per update), ``dropped`` (contributions), ``lead_max`` (contributions ahead of the slowest worker).
 The remaining columns are metrics: of a validation in the row after it, of training (the means of an
-epoch among them) in one at the end of the epoch. Empty: unknown.
+epoch among them) in one at the end of the epoch. One that is called as a column above has the
+prefix ``logged/``. Empty: unknown.
 """
 
 from __future__ import annotations

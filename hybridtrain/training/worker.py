@@ -316,7 +316,7 @@ class Worker:
         self._n_batches += 1
         self._client.heartbeat.beat(Doing.STEP)
 
-    def _begin_push(self, samples: float) -> None:
+    def _begin_push(self, samples: float | None) -> None:
         if self._sampler is None:  # a push is all that there is of a mini-batch
             self._client.count_pushes()
         if self._rows or self._sampler is None:

@@ -77,7 +77,7 @@ class LastWorkerMaker(Maker):
             borrowed.lent.keep()
         self.log.write(number)
         self._came_s = time.monotonic()
-        arrival = Arrival(push.weight, samples, self._token(push.changes.groups is not None))
+        arrival = Arrival(push.weight, samples, self._token(push.changes.groups))
         met = self.shared.come(self._worker, number, arrival, self._step)
         if met is ArrivalResult.CALLED_OFF:
             self._call_off(number)
@@ -89,6 +89,7 @@ class LastWorkerMaker(Maker):
 
     def _stay_away(self) -> bool:
         """The server makes this round, and may replace the state; returns False."""
+        self._words = None  # in all workers
         self.borrowed.give_up()
         self.borrowed.server_steps()
         return False
@@ -101,10 +102,12 @@ class LastWorkerMaker(Maker):
             self._coming = groups
         return takes
 
-    def _token(self, changed: bool) -> int:
-        """A hash of what the step follows; ``changed``: it has other hyper-parameters."""
-        if self._words is None or changed:
+    def _token(self, changes: Groups | None) -> int:
+        """A hash of what the step follows: all hyper-parameters, then the changes since."""
+        if self._words is None:
             self._words = zlib.crc32(in_words(self.borrowed.groups()).encode())
+        elif changes is not None:
+            self._words = zlib.crc32(in_words(changes).encode(), self._words)
         clip = self._clip
         return self._words if clip is None else zlib.crc32(repr(clip).encode(), self._words)
 
