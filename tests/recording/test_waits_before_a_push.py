@@ -113,7 +113,13 @@ def test_a_push_says_how_long_its_worker_has_waited_in_a_round_that_was_called_o
     does = lambda *_: True  # noqa: E731
     lent = SimpleNamespace(keep=does, restore=does)
     borrowed: Any = SimpleNamespace(
-        never=False, ready=does, takes=does, give_up=does, server_steps=does, lent=lent
+        groups=lambda: (),
+        never=False,
+        ready=does,
+        takes=does,
+        give_up=does,
+        server_steps=does,
+        lent=lent,
     )
     bells: Any = SimpleNamespace(ring=does, wait=passes)
     line = Slow(99, Released(1), Released(2))
