@@ -110,4 +110,6 @@ def _n_rows(column: Any) -> int:
 def _rows(column: Any, positions: list[int]) -> Any:
     if _is_array(column):
         return column[np.asarray(positions)]
+    if hasattr(column, "iloc"):  # of pandas, which looks a number up among its labels
+        return column.iloc[positions].to_numpy()
     return [column[position] for position in positions]

@@ -166,6 +166,7 @@ def _compute(gradient: Gradient, worker: Worker) -> None:
     for rows in worker.batches():
         made, handed_over = gradient(worker.copy(), rows), False
         for update in made if isgenerator(made) else (made,):
+            worker.keep_buffers()
             worker.push(update)
             handed_over = True
         if not handed_over:

@@ -127,10 +127,24 @@ class Model:
 
     @torch.no_grad()
     def copied_from(self, other: Model) -> Any:
-        """The model, with the parameters of another one."""
+        """The model, with the parameters and buffers of another one, and no gradients."""
         own, theirs = ([p.data for _, p in each.named] for each in (self, other))
         torch._foreach_copy_(own, theirs)
+        self.take_buffers(other.buffers)
+        self.clear_gradients()
         return self.visible
+
+    def clear_gradients(self) -> None:
+        """As ``zero_grad`` does."""
+        for _, parameter in self.named:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Take over what the user has written into the arrays given."""
+        for name, parameter in self.named:
+            if name in self._arrays:
+                parameter.data.copy_(_tensor(self._arrays[name]))
 
     @contextmanager
     def over(self, places: Mapping[str, torch.Tensor]) -> Iterator[Any]:

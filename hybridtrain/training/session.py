@@ -50,6 +50,7 @@ class Trained:
         sparse: numbers of parameters whose gradients are a few rows.
         transport: float32 gradients are rounded to this dtype on their way; ``None``: they are not.
         unseen: no user code looks at gradients between backward and step.
+        final: gradients are what backward has made of them; else they are read at the push.
         averages: all workers' gradients are averaged before they are handed over.
         written: user code steps the parameters itself, without an optimizer.
     """
@@ -62,6 +63,7 @@ class Trained:
     unseen: bool = True
     averages: bool = False
     written: bool = False
+    final: bool = True
 
 
 class WorkerSession:
@@ -121,7 +123,8 @@ class WorkerSession:
     @property
     def final(self) -> bool:
         """Whether gradients stay what backward has made them until the server has them."""
-        return self._trained.unseen and not self._requirements.steps_in_worker
+        trained = self._trained
+        return trained.unseen and trained.final and not self._requirements.steps_in_worker
 
     def _stepped(self) -> list[tuple[torch.optim.Optimizer, tuple[int, ...]]]:
         """The optimizers, each with the slot numbers of its parameters."""
@@ -301,6 +304,11 @@ class WorkerSession:
         """
         self.put_back()
         self._gathered.begin(samples, together)
+
+    def begin_more(self, samples: float) -> None:
+        """The next step weighs as much as so many samples, which an earlier step has counted."""
+        self.begin_samples(samples)
+        self._gathered.pop_samples()
 
     def go_on(self, samples: float) -> None:
         """The next step is a later one of the same mini-batch, for so many samples of its own."""

@@ -190,12 +190,19 @@ class Desk(Door):
                 case {"read": True}:
                     worker.pull()
                     line.send_parameters(worker)
-                case {"portion": int(portion), "update": int(n), "sizes": list(sizes)}:
+                case {
+                    "portion": int(portion),
+                    "update": int(n),
+                    "sizes": list(sizes),
+                    "rows": int(),
+                }:
                     gradients = line.gradients(sizes, worker)
                     with self._lock:
                         counts = progress.takes(portion, n)
-                    if counts:
-                        worker.push(gradients, samples=said.get("rows") or None)
+                    if counts and n:
+                        worker.push_more(gradients, said["rows"])
+                    elif counts:
+                        worker.push(gradients, samples=said["rows"])
                     line.say({"counts": counts})
                 case {"ends": int(portion)}:
                     with self._lock:
@@ -423,6 +430,7 @@ def _compute(line: _Kept, errand: Errand, rows: Iterable[Any], who: str) -> None
         for seen, (_, parameter), part in zip(line.seen, model.named, parts, strict=True):
             _write(seen, part)
             parameter.data.copy_(seen)
+        model.clear_gradients()
         made, n = errand.gradient(model.visible, portion), 0
         for update in made if isgenerator(made) else (made,):
             if update is None:
@@ -431,7 +439,7 @@ def _compute(line: _Kept, errand: Errand, rows: Iterable[Any], who: str) -> None
                 model.set_gradients(update)
             except UserError as error:
                 raise UserError(f"{who}, portion {number}: {error}") from None
-            about = {"portion": number, "update": n, "rows": 0 if n else len(portion)}
+            about = {"portion": number, "update": n, "rows": len(portion)}
             _send(sock, about, [_part(parameter.grad) for _, parameter in model.named])
             hear(sock, None)
             n += 1

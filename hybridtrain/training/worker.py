@@ -155,7 +155,7 @@ class Worker:
             sparse = sparse_slots(module, [self.optimizer], number_of)
         joint = self._wants.parameters == "masters" and client.n_workers > 1
         buffers = shared(module) if joint and module is not None else []
-        trained = Trained(named, [self.optimizer], buffers, sparse)
+        trained = Trained(named, [self.optimizer], buffers, sparse, final=False)
         self._session = _Session(client, trained, job, lambda: self._where)
         self._session.begin(job.past.updates)
         visible = self._model.visible
@@ -214,10 +214,18 @@ class Worker:
         return self._session.pull()
 
     def copy(self) -> Any:
-        """A copy of the model as it is now, which the body may change; the same one each time."""
+        """A copy of the model as it is now, which the body may change; the same one each time.
+
+        A module's copy has no gradients, and the buffers of ``worker.model``.
+        """
         if self._copy is None:
             self._copy = self._model.apart()
         return self._copy.copied_from(self._model)
+
+    def keep_buffers(self) -> None:
+        """Write the buffers of :meth:`copy` (the running means of BatchNorm) into the model."""
+        if self._copy is not None:
+            self._model.take_buffers(self._copy.buffers)
 
     def save(self, path: str | Path) -> None:
         """Write the masters, their optimizer's state and the number of updates to a file.
@@ -317,6 +325,7 @@ class Worker:
         self._client.heartbeat.beat(Doing.STEP)
 
     def _begin_push(self, samples: float | None) -> None:
+        self._session.guard.begin(None, True)
         if self._sampler is None:  # a push is all that there is of a mini-batch
             self._client.count_pushes()
         if self._rows or self._sampler is None:
@@ -350,12 +359,12 @@ class Worker:
 
     def _end_epoch(self, sampler: EpochSampler) -> None:
         """All have met: see the same parameters."""
+        if self._client.gone:  # before a question that each asks by itself
+            sampler.shares_with(self._client.there)
         if self._wants.whole_rounds and self._session.has_own_parameters:
             self._session.replica.refresh()
         else:
             self.pull()
-        if self._client.gone:
-            sampler.shares_with(self._client.there)
 
     # ---- gradients ------------------------------------------------------------------------------
 
@@ -385,10 +394,20 @@ class Worker:
         self._check_samples(samples)
         self._check_once(gradients)
         self._take_gradients(gradients)
+        self._begin_push(samples)
+        return self._push(gradients, loss)
+
+    def push_more(self, gradients: Any, samples: float) -> bool:
+        """Hand over a later update of a mini-batch of so many samples, which count only once."""
+        self._take_gradients(gradients)
+        self._session.guard.begin(None, True)
+        self._session.begin_more(samples)
+        return self._push(gradients, None)
+
+    def _push(self, gradients: Any, loss: Any) -> bool:
         (step,) = self._session.steps
         if loss is not None or (self._wants.evaluates and gradients is not None):
             step.watch(_loss(loss, self._where))
-        self._begin_push(samples)
         has_some = any(parameter.grad is not None for parameter in step.parameters)
         step() if has_some else step.skip()
         for parameter in step.parameters:

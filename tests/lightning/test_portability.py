@@ -384,7 +384,7 @@ def test_views_of_shared_memory_do_not_blow_up_the_file(make: Any, tmp_path: Pat
         sizes.append((tmp_path / place / "last.ckpt").stat().st_size)
         state = load(tmp_path / place)["state_dict"]
         assert state["wide.weight"].data_ptr() == state["again.weight"].data_ptr()
-    assert sizes[0] < sizes[1] + 26_000  # what is left of the epoch, generators of both workers
+    assert sizes[0] < sizes[1] + 42_000  # what is left of the epoch, generators of three workers
 
 
 def Wide_of(make: Any) -> Wide:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,26 @@ def test_an_error_in_descent_ends_the_run() -> None:
 def test_bad_input_is_refused_before_a_process_starts(run: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         run()
+
+
+def of_backward(model: torch.nn.Module, rows: Any) -> dict[str, torch.Tensor]:
+    """Does not clear what it has made before."""
+    x, y = rows
+    ((model(x) - y) ** 2).mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_module_has_its_running_means_and_the_gradients_of_one_mini_batch() -> None:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) * 3 + 7
+    y = x.sum(1, keepdim=True)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    alone = deepcopy(module)
+    with DeepDist(module, workers=1, update={"name": "sgd", "lr": 0.01}) as model:
+        model.train((x, y), of_backward, partition_size=64)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    ((alone(x) - y) ** 2).mean().backward()
+    optimizer.step()
+    assert int(module[0].num_batches_tracked) == 1
+    for mine, theirs in zip(module.state_dict().values(), alone.state_dict().values(), strict=True):
+        assert torch.allclose(mine.float(), theirs.float(), atol=1e-4)

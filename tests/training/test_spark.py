@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtrain import DeepDist
+from hybridtrain import DeepDist, Server
 from hybridtrain.errors import UserError
 from hybridtrain.training import spark
 from hybridtrain.worlds.hosts import sockets
@@ -332,7 +333,7 @@ SCRIPT = """
 import os, signal, sys, time
 import numpy as np
 from pyspark import SparkConf, SparkContext, TaskContext
-from hybridtrain import DeepDist
+from hybridtrain import DeepDist, Server
 from hybridtrain.errors import UserError
 
 def parent(pid):
@@ -450,3 +451,31 @@ def test_arrays_of_any_layout_are_received(kind: str) -> None:
         spark._send(here, {}, [sent + 1])
         (found,) = spark._receive(there, hear(there, None)["sizes"], [place])
     assert found is place and torch.equal(place, sent + 1)
+
+
+class Executor:
+    """Hands over two updates of one portion of 1,000 rows."""
+
+    def __init__(self) -> None:
+        about = [{"portion": 0, "update": n, "rows": 1000, "sizes": [-1]} for n in (0, 1)]
+        self.said, self.n = iter([*about, {"ends": 0}, {"done": True}]), 0
+
+    def say(self, content: Any) -> None:
+        assert content["portion" if not self.n else "counts"] in (0, True)
+
+    def hear(self) -> Any:
+        return next(self.said)
+
+    def gradients(self, sizes: Any, worker: Any) -> Any:
+        self.n += 1
+        return {"w": torch.full((1,), 1.0 if self.n == 1 else 101.0)}
+
+
+def test_all_updates_of_a_portion_weigh_its_rows_which_count_once() -> None:
+    policy = {"name": "k_batch_async", "k": 2}
+    server = Server({"w": np.zeros(1)}, policy=policy, update={"name": "sgd", "lr": 1.0})
+    desk = object.__new__(spark.Desk)
+    vars(desk)["_lock"] = threading.Lock()
+    body = partial(desk._talk, Executor(), spark.PartitionProgress())  # type: ignore[arg-type]
+    server.run_beside(body, 1, lambda: None)
+    assert server.model["w"].tolist() == [-51.0] and server.stats()["samples"] == 1000

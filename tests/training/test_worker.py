@@ -25,10 +25,12 @@ from hybridtrain import Server, Worker
 from hybridtrain.errors import UserError
 from hybridtrain.training.data import Data
 from hybridtrain.training.saved_run import SavedRun
+from hybridtrain.training.worker import OF_MODEL
 from hybridtrain.util.files import flush_output
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from hybridtrain.worlds.local.worker_main import _blas_libraries
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from tests.picking import by_default
 
 X = np.random.default_rng(0).normal(size=(90, 4)).astype("f4")
 Y = X @ np.arange(4, dtype="f4")
@@ -661,7 +663,7 @@ def test_a_replaced_array_is_refused() -> None:
 
 def test_a_saved_run_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     server = Server(weights(), optimizer=SGD)
-    server._model.values["w"][1] = torch.inf
+    server.model["w"][1] = np.inf
     server.save(tmp_path / "run.pt")
     with pytest.raises(UserError, match=r"run.pt: parameter w has 1 of 4 elements"):
         Server(weights(), optimizer=SGD).load(tmp_path / "run.pt")
@@ -1069,3 +1071,107 @@ def test_what_is_put_aside_does_not_overflow(dtype: str, policy: str) -> None:
     workers = 1 if policy == "k_batch_async" else 2
     server.simulate(partial(push_twice, dtype=dtype), workers=workers)
     assert model["w"].tolist() == [-100.0 * server.stats()["updates"]] * 4
+
+
+class Changes:
+    """A body that halves its gradients before it hands them over, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __call__(self, worker: Worker) -> None:
+        for _ in worker.batches():
+            worker.model(torch.ones(1, worker.model.in_features)).sum().backward()
+            weight = worker.model.weight
+            if self.how == "in place":
+                weight.grad.mul_(0.5)
+            elif self.how == "another":
+                weight.grad = weight.grad * 0.5
+            worker.push({"weight": weight.grad * 0.5} if self.how == "given" else OF_MODEL)
+
+
+@pytest.mark.parametrize("how", ["in place", "another", "given"])
+@pytest.mark.parametrize("size", [100, 40_000])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async", "ssp", "local_sgd"], "hybrid"))
+def test_a_gradient_is_what_it_is_when_it_is_pushed(strategy: str, size: int, how: str) -> None:
+    module = torch.nn.Linear(size, 1, bias=False)
+    torch.nn.init.zeros_(module.weight)
+    Server(module, strategy, update=SGD | {"lr": 1.0}).run(
+        Changes(how), workers=2, data=2, batch_size=1
+    )
+    weights = module.weight.detach().unique().tolist()
+    assert weights == [-0.5] if strategy in ("hybrid", "local_sgd") else weights in ([-1.0], [-0.5])
+
+
+def one_bad(worker: Worker) -> None:
+    for n, _ in enumerate(worker.batches()):
+        bad = worker.number == 0 and n == 2
+        worker.push({"w": np.full(3, np.nan if bad else 1.0)})
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize(("strategy", "updates"), [("hybrid", 20), ("async", 40)])
+def test_a_step_that_is_skipped_is_one(strategy: str, updates: int) -> None:
+    server = Server(
+        {"w": np.zeros(3)}, strategy, update=SGD | {"lr": 1.0}, on_nonfinite="skip_step"
+    )
+    server.run(one_bad, workers=2, data=40, batch_size=1)
+    assert server.model["w"].tolist() == [1.0 - updates] * 3
+
+
+def test_what_the_user_writes_between_runs_is_saved(tmp_path: Path) -> None:
+    for w in (np.zeros(3), torch.zeros(3)):
+        server = Server({"w": w}, update=SGD)
+        server.run(pushes_one, workers=1, data=4, batch_size=1)
+        server.model["w"][...] = 100.0
+        server.save(tmp_path / "run.pt")
+        server.model["w"][...] = 0.0
+        server.load(tmp_path / "run.pt")
+        assert server.model["w"].tolist() == [100.0] * 3
+
+
+def pushes_one(worker: Worker) -> None:
+    for _ in worker.batches():
+        worker.push({"w": np.ones(3)})
+
+
+def test_a_column_of_pandas_is_read_by_place() -> None:
+    class Labelled(list[int]):
+        """Looks numbers up among its labels, which are in another order."""
+
+        def __getitem__(self, label: Any) -> Any:
+            return super().__getitem__([3, 0, 2, 1].index(label))
+
+        @property
+        def iloc(self) -> Any:
+            class Places:
+                def __getitem__(places, positions: list[int]) -> Any:
+                    values = np.array(list(self))[positions]
+                    return type("Found", (), {"to_numpy": lambda found: values})()
+
+            return Places()
+
+    data = Data({"x": np.array([3, 0, 2, 1]), "y": Labelled([30, 0, 20, 10])})
+    taken = data.take([0, 3, 2])
+    assert taken["x"].tolist() == [3, 1, 2] and list(taken["y"]) == [30, 10, 20]
+
+
+def normed(worker: Worker) -> Any:
+    for x, y in worker.batches():
+        ((worker.model(x) - y) ** 2).mean().backward()
+        worker.push()
+    copy, again = worker.copy(), worker.copy()
+    copy[0](torch.ones(4, 4)).sum().backward()
+    again = worker.copy()
+    assert again is copy and again[0].weight.grad is None
+    return torch.equal(again[0].running_mean, worker.model[0].running_mean)
+
+
+def test_a_copy_has_buffers_as_they_are_and_no_gradients() -> None:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) * 3 + 7
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    server = Server(module, "async", update=SGD | {"lr": 0.001})
+    assert server.run(normed, workers=2, data=(x, x.sum(1, keepdim=True)), batch_size=8) == [
+        True,
+        True,
+    ]

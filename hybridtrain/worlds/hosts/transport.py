@@ -50,6 +50,7 @@ _DEATH = "its process has ended"
 SILENT_S = 60.0  # without a sign of life from the other side's loop: it is lost
 _GAP_S = 2.0  # this side's own pause is not held against the other
 _LOOK_S = 0.05
+_LAST_FRAME_S = 5.0  # a frame of 1 MiB at 1.7 Mbit/s
 _LAST_S = 1.0  # for what is still on its way when a connection ends
 
 
@@ -248,7 +249,7 @@ class HostConnection:
             return dict(self._counts)
 
     def close(self) -> None:
-        """Send what is queued, until nothing moves for a second, and end; may be called again."""
+        """Send what is queued, until no frame is sent for some time; may be called again."""
         with self._changed:
             if not self._closed and self._broken is None:
                 self._say(GOODBYE, 0)
@@ -257,7 +258,7 @@ class HostConnection:
         moved = -1.0
         while self._main.is_alive() and moved < self.stats()["sent"]:
             moved = self.stats()["sent"]
-            self._main.join(_LAST_S)  # it ends when the other side has heard the goodbye
+            self._main.join(_LAST_FRAME_S)  # it ends when the other side has heard the goodbye
         self._break("this host has closed the connection")
         self._main.join()
         with self._changed:
