@@ -20,12 +20,14 @@ class AtTarget(EarlyStopping):
     Args:
         monitor: the metric.
         mode: ``min`` or ``max``.
-        value: the target.
+        value: the target; null: there is none.
     """
 
-    def __init__(self, monitor: str, mode: str, value: float) -> None:
-        slack = max(abs(value), 1e-30) * 1e-7
-        threshold = value + slack if mode == "min" else value - slack
+    def __init__(self, monitor: str, mode: str, value: float | None) -> None:
+        threshold = value
+        if value is not None:
+            slack = max(abs(value), 1e-30) * 1e-7
+            threshold = value + slack if mode == "min" else value - slack
         super().__init__(monitor, patience=10**6, mode=mode, stopping_threshold=threshold)
 
 

@@ -96,3 +96,4 @@ def test_training_ends_with_a_value_that_is_the_target(
     for value, stops in ((short, False), (reached, True)):
         now = torch.tensor(value, dtype=torch.float32)
         assert bool(ends.monitor_op(now, ends.stopping_threshold)) == stops
+    assert AtTarget("val", mode, None).stopping_threshold is None

@@ -122,6 +122,8 @@ def test_each_worker_goes_on_with_its_own_numbers(
     strategy: str, at: int | None, n: int, tmp_path: Path
 ) -> None:
     """From the end of an epoch, and from within one; some workers have no data in a last step."""
+    if strategy == "synchronous" and at is not None:
+        pytest.skip("in the middle of a round a checkpoint has one worker's (docs/limits.md)")
     path = tmp_path / "some.ckpt"
     options: dict[str, Any] = {"kind": Unequal, "policy": strategy, "n": n}
     if at is None:
@@ -136,12 +138,9 @@ def test_each_worker_goes_on_with_its_own_numbers(
     assert torch.equal(resumed, whole)
 
 
-@pytest.mark.parametrize("strategy", by_default(["hybrid", "synchronous"], "hybrid"))
-def test_after_an_interrupt_each_worker_goes_on_with_its_own_numbers(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_after_an_interrupt_each_worker_goes_on_with_its_own_numbers(tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)
-    options: dict[str, Any] = {"kind": UnequalTorch, "policy": strategy, "max_epochs": 4}
+    options: dict[str, Any] = {"kind": UnequalTorch, "max_epochs": 4}
     with pytest.raises(SystemExit):
         noisy(tmp_path / "a", Interrupting(), **options)
     signal.signal(signal.SIGINT, handler)
