@@ -142,7 +142,7 @@ def test_a_sweep_goes_on_after_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("no disk of our own may be made here")
     script = """
     mount -t tmpfs -o size=1500k tmpfs disk
-    head -c 1200k /dev/zero > disk/other
+    head -c 1240k /dev/zero > disk/other
     "$@" > first.txt 2>&1; echo $? > first
     rm disk/other
     "$@" > second.txt 2>&1; echo $? > second

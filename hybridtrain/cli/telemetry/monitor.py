@@ -187,6 +187,7 @@ class RunMonitor(pl.Callback):
         self._metrics: dict[str, torch.Tensor] = {}  # at the last validation
         self._before: dict[str, torch.Tensor] = {}  # metrics before the current validation
         self._validated: dict[str, float] = {}
+        self._means: dict[str, float] = {}  # of that epoch
         self._over: dict[str, Any] = {}  # where an epoch has ended whose row is not written yet
 
     def describe(self, hparams: dict[str, Any]) -> None:
@@ -245,7 +246,11 @@ class RunMonitor(pl.Callback):
             self._record(trainer, self.stats(trainer), self._validated)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note where the epoch has ended: the module's hook, which may log, comes later."""
+        """Note where the epoch has ended: the module's hook, which may log, comes later.
+
+        Means of the epoch are collected now: a checkpoint of its end has them.
+        """
+        self._means = self._fresh_metrics(trainer)
         self._over = {} if self._history is None else self._place(trainer, self.stats(trainer))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -254,8 +259,8 @@ class RunMonitor(pl.Callback):
 
     def _close_epoch(self, trainer: pl.Trainer) -> None:
         """Write what training has logged, means of the epoch among it, to the history."""
-        metrics, place = self._fresh_metrics(trainer), self._over
-        self._over = {}
+        metrics, place = self._means | self._fresh_metrics(trainer), self._over
+        self._means, self._over = {}, {}
         if place and metrics:
             self._add(trainer, place, metrics)
 
