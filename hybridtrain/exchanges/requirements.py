@@ -41,7 +41,7 @@ class Requirements:
     counts: Literal["worker", "server"] = "worker"  # whose steps are the training's step count
     holds: bool = False  # gradients may be accumulated on the server, which takes one more row
     drops_late: bool = False  # gradients of parameters before the last update are dropped
-    bears: float = 0  # or only those of more updates before
+    max_staleness: float = 0  # or only those of more updates before
     watches_loss: bool = False  # pushes carry the loss
     private_state: bool = False  # of the optimizer, in each worker that writes to the masters
     gathers: int = 1  # mini-batches of an update, as a rule
@@ -154,7 +154,7 @@ def begin_policy(
         counts="worker" if needs.whole_rounds else "server",
         holds=needs.holds,
         drops_late=needs.drops_late,
-        bears=needs.bears,
+        max_staleness=needs.max_staleness,
         watches_loss=needs.watches_loss or evaluates(exchange),
         private_state=getattr(exchange, "optimizer_state", "shared") == "private",
         gathers=needs.gathers * steps,

@@ -57,7 +57,7 @@ class NotTooLate(Checked):
     def begin(self, n_workers: int) -> Needs:
         self._updates = 0
         self._read: dict[int, int] = {}  # worker -> updates when it read the parameters
-        return Needs(whole_rounds=False, drops_late=n_workers > 1, bears=self.max_staleness)
+        return Needs(whole_rounds=False, drops_late=n_workers > 1, max_staleness=self.max_staleness)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

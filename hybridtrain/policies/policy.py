@@ -21,16 +21,16 @@ class Needs:
     over all data; ``backs_up``: near its end, idle workers process mini-batches of others, too.
     ``holds``: gradients may be accumulated (``Accumulate``), which takes one more row.
     ``drops_late``: gradients of parameters before the last update are dropped, or only those of
-    more than ``bears`` updates before. ``watches_loss``: pushes carry the loss. ``gathers``:
-    gradients per update, as a rule; ``later``: from which update on another number, and which
-    (learning-rate schedules compute the number of updates from them).
+    more than ``max_staleness`` updates before. ``watches_loss``: pushes carry the loss.
+    ``gathers``: gradients per update, as a rule; ``later``: from which update on another number,
+    and which (learning-rate schedules compute the number of updates from them).
     """
 
     whole_rounds: bool = False
     turns: bool = False
     holds: bool = False
     drops_late: bool = False
-    bears: float = 0
+    max_staleness: float = 0
     watches_loss: bool = False
     gathers: int = 1
     later: tuple[int, int] | None = None

@@ -106,7 +106,9 @@ class Switch(Checked):
             whole_rounds=self._rounds,
             holds=any(part.holds for part in parts.values()),
             drops_late=any(part.drops_late for part in parts.values()),
-            bears=max(x.bears if x.drops_late else math.inf for x in parts.values()),
+            max_staleness=max(
+                x.max_staleness if x.drops_late else math.inf for x in parts.values()
+            ),
             watches_loss=self.patience is not None,
             gathers=early if at is not None else min(early, late),
             later=(at, late) if at is not None else None,

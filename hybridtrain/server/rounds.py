@@ -288,15 +288,15 @@ class Rounds:
             if other == worker:
                 self._queue.settle(worker, covers)
 
-    def refresh(self, worker: int) -> None:
-        """Update the worker's parameters."""
+    def refresh(self, worker: int) -> Replies:
+        """Update the worker's parameters; a policy that drops late gradients is told."""
         if self.store is not None:
             self.store.refresh(worker)
         self.optimizers.read(worker)
         behind = self._statistics.behind(worker)
         self._statistics.read(worker)
-        if behind and self.requirements.drops_late:
-            self._obey(Joined(worker))
+        tells = behind and self.requirements.drops_late
+        return self._obey(Joined(worker)) if tells else []
 
     def take(self, worker: int, writes: Writes, meeting: int | None = None) -> None:
         """Apply the writes of the worker's user code; all make them behind a ``meeting``."""

@@ -241,8 +241,8 @@ class Server:
                 several = alike and len(self._members) > 1  # one alone does not meet
                 self._rounds.take(worker, writes, self._meeting.n_held if several else None)
                 self.optimizers.settle()
-                self._rounds.refresh(worker)
-                return [(worker, Released(self._rounds.version))]
+                freed = self._rounds.refresh(worker)
+                return [*freed, (worker, Released(self._rounds.version))]
             case Snapshot():
                 return self._snapshot(worker, message)
             case GetState(number, flat=True):
@@ -365,14 +365,13 @@ class Server:
         if optimizers.under_way is not None:
             return [(worker, Refused("an optimizer is in the middle of its step"))]
         optimizers.settle()
-        if request.refresh:
-            self._rounds.refresh(worker)
+        freed = self._rounds.refresh(worker) if request.refresh else []
         state, steps = optimizers.dump(request.place), self._rounds.step_counts
         ahead = 0 if steps is None else steps.ahead
         version = self.statistics.version + ahead  # the version of the optimizers' state
         samples = self.statistics.samples + (self._rounds.untold_samples() if ahead else 0.0)
         counted = version - self.statistics.first_version, int(samples)
-        return [(worker, OptimizerState(state, version, self._queue.unseen(), *counted))]
+        return [*freed, (worker, OptimizerState(state, version, self._queue.unseen(), *counted))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
         """Refuse these and all waiting workers, for this reason."""

@@ -325,7 +325,6 @@ class Worker:
         self._client.heartbeat.beat(Doing.STEP)
 
     def _begin_push(self, samples: float | None) -> None:
-        self._session.guard.begin(None, True)
         if self._sampler is None:  # a push is all that there is of a mini-batch
             self._client.count_pushes()
         if self._rows or self._sampler is None:
@@ -400,11 +399,11 @@ class Worker:
     def push_more(self, gradients: Any, samples: float) -> bool:
         """Hand over a later update of a mini-batch of so many samples, which count only once."""
         self._take_gradients(gradients)
-        self._session.guard.begin(None, True)
         self._session.begin_more(samples)
         return self._push(gradients, None)
 
     def _push(self, gradients: Any, loss: Any) -> bool:
+        self._session.guard.begin(None, True)
         (step,) = self._session.steps
         if loss is not None or (self._wants.evaluates and gradients is not None):
             step.watch(_loss(loss, self._where))

@@ -89,10 +89,12 @@ def in_words(groups: Groups) -> str:
 def _word(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return repr(value.tolist())
+    if isinstance(value, tuple | list):
+        return repr([*map(_word, value)])
     return repr(value) if isinstance(value, _WORDS) else type(value).__name__
 
 
-_WORDS = (bool, int, float, str, tuple, list, NoneType)
+_WORDS = (bool, int, float, str, NoneType)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -461,7 +461,7 @@ class Executor:
         self.said, self.n = iter([*about, {"ends": 0}, {"done": True}]), 0
 
     def say(self, content: Any) -> None:
-        assert content["portion" if not self.n else "counts"] in (0, True)
+        """What is said is not looked at."""
 
     def hear(self) -> Any:
         return next(self.said)

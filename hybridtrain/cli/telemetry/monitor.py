@@ -113,7 +113,7 @@ def up_to_date(stats: RunStats | None, trainer: Any) -> RunStats | None:
     return RunStats.of(known, workers=trainer.world_size, train_s=known["training_s"], total=now)
 
 
-def whole_loss(outputs: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+def whole_loss(outputs: Any, trainer: pl.Trainer, module: Any) -> torch.Tensor | None:
     """:func:`loss_of`, times the accumulated mini-batches by which Lightning has divided it."""
     loss, n = loss_of(outputs), trainer.accumulate_grad_batches
     return loss * n if loss is not None and module.automatic_optimization and n != 1 else loss
@@ -187,8 +187,8 @@ class RunMonitor(pl.Callback):
         self._metrics: dict[str, torch.Tensor] = {}  # at the last validation
         self._before: dict[str, torch.Tensor] = {}  # metrics before the current validation
         self._validated: dict[str, float] = {}
-        self._means: dict[str, float] = {}  # of that epoch
         self._over: dict[str, Any] = {}  # where an epoch has ended whose row is not written yet
+        self._means: dict[str, float] = {}  # of that epoch
 
     def describe(self, hparams: dict[str, Any]) -> None:
         """Log these at the start."""

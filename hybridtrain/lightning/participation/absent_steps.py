@@ -63,7 +63,7 @@ from hybridtrain.lightning.participation.logged_metrics import (
 from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.monitoring.hang_detector import Doing
-from hybridtrain.training.step.shared_buffers import places
+from hybridtrain.training.step.shared_buffers import Kept, kept
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.worker.client import Client
 
@@ -370,10 +370,6 @@ class Absence:
 # ---- mini-batches that do not count --------------------------------------------------------------
 
 
-# Where a buffer is kept, its name, itself, and its value.
-_Kept = tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]
-
-
 class Uncounted:
     """Saves and restores the effects of a mini-batch on counts, logged values, metrics, buffers.
 
@@ -390,7 +386,7 @@ class Uncounted:
         self._fetched = 0
         self._results: dict[str, dict[str, Any]] = {}
         self._metrics: list[tuple[Metric, Any]] = []
-        self._buffers: list[_Kept] = []
+        self._buffers: dict[str, Kept] = {}
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -404,11 +400,7 @@ class Uncounted:
         self._results = {key: dict(vars(each)) for key, each in results.items()}
         metrics = [each for each in module.modules() if isinstance(each, Metric)]
         self._metrics = [(each, state_of_metric(each)) for each in metrics]
-        self._buffers = [
-            (buffers, name, buffer, None if buffer is None else buffer.clone())
-            for buffers, name in places(module)
-            for buffer in [buffers[name]]
-        ]
+        self._buffers = kept(module)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -423,12 +415,10 @@ class Uncounted:
         results = training_results(self._trainer)
         for key in [key for key in results if key not in self._results]:
             del results[key]
-        for key, kept in self._results.items():
-            vars(results[key]).update(kept)
+        for key, known in self._results.items():
+            vars(results[key]).update(known)
         forget_group(self._trainer)  # a resumed epoch may begin within one
         for metric, state in self._metrics:
             put_back_metric(metric, state)
-        for buffers, name, buffer, value in self._buffers:
-            if buffer is not None and value is not None:
-                buffer.data = value if buffer.shape != value.shape else buffer.copy_(value)
-            buffers[name] = buffer  # the module may have assigned another
+        for buffer in self._buffers.values():
+            buffer.put_back()

@@ -12,6 +12,7 @@ import pickle
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import PurePath
 from typing import Any
 
@@ -91,12 +92,15 @@ def _is_returned(name: str) -> bool:
     return name[0] != "_"
 
 
-def _is_own(name: str) -> bool:
-    """What torch and Lightning do not keep for themselves, and the kind of optimization.
+@cache
+def _internal() -> frozenset[str]:
+    """The attributes of every module, which torch and Lightning use themselves."""
+    return frozenset(vars(pl.LightningModule()))
 
-    ``setup`` may set it, and counts depend on it.
-    """
-    return name == HOW_IT_STEPS or _is_returned(name) or name not in vars(pl.LightningModule())
+
+def _is_own(name: str) -> bool:
+    """The module's own attributes, and the kind of optimization, on which counts depend."""
+    return name == HOW_IT_STEPS or _is_returned(name) or name not in _internal()
 
 
 def give_to_module(module: pl.LightningModule, belongings: ModuleState) -> None:
@@ -220,19 +224,17 @@ def plain_attributes(
 
 
 def _copy(value: Any, left: list[int]) -> Any:
-    if isinstance(value, _ATOMS) and not isinstance(value, np.generic):
+    numpys = isinstance(value, np.generic | np.ndarray)  # numpy's float64 is a float, too
+    if isinstance(value, _ATOMS) and not numpys:
         if type(value).__module__.startswith(("builtins", "pathlib", "datetime", "torch")):
             return value
         raise _NotPlain
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _NUMPY:
-        value, left[0] = value.copy(), left[0] - value.size
-        if left[0] < 0:
-            raise _NotPlain
-        return value
-    left[0] -= value.numel() if type(value) is torch.Tensor else len(value) if _sized(value) else 0
+    left[0] -= _items(value)
     if left[0] < 0:
         raise _NotPlain
     match value:
+        case np.generic() | np.ndarray() if value.dtype.kind in _NUMPY:
+            return value.copy()
         case torch.Tensor() if type(value) is torch.Tensor:
             return value.detach().to("cpu", copy=True)
         case list() | tuple() | set() | frozenset() | deque() if type(value) in _SEQUENCES:
@@ -250,8 +252,12 @@ def _copy(value: Any, left: list[int]) -> Any:
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 
-def _sized(value: Any) -> bool:
-    return isinstance(value, (*_SEQUENCES, dict))
+def _items(value: Any) -> int:
+    if type(value) is torch.Tensor:
+        return value.numel()
+    if isinstance(value, np.ndarray):
+        return value.size
+    return len(value) if isinstance(value, (*_SEQUENCES, dict)) else 0
 
 
 def give_plain(thing: Any, values: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ read. A worker that has missed a round finds another round's number there, and w
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from hybridtrain.memory import Store
@@ -55,11 +57,7 @@ class SharedBuffers:
         for (buffers, name), value in zip(
             self._named, self._client.gather("buffers", sent)[0], strict=True
         ):
-            here = buffers[name]
-            if here is not None and value is not None and here.shape == value.shape:
-                here.copy_(value)
-            elif here is not None:
-                buffers[name] = None if value is None else value.to(here.device, copy=True)
+            put(buffers, name, value)
         if not accumulating:
             self.keep(self._client.version)
 
@@ -117,19 +115,52 @@ class SharedBuffers:
             torch._foreach_copy_(*((theirs, mine) if out else (mine, theirs)))
 
 
-def places(module: torch.nn.Module) -> Named:
-    """Where each buffer is kept, also those that are ``None`` now."""
-    return [(part._buffers, name) for part in module.modules() for name in part._buffers]
-
-
 def shared(module: torch.nn.Module) -> Named:
     """The buffers that can be shared: dense ones, whose elements lie apart. Each once."""
     found: dict[int, tuple[dict[str, torch.Tensor | None], str]] = {}
-    for buffers, name in places(module):
-        buffer = buffers[name]
-        if buffer is not None and lies_apart(buffer):
-            found.setdefault(id(buffer), (buffers, name))
+    for each in kept(module, copies=False).values():
+        if each.buffer is not None and lies_apart(each.buffer):
+            found.setdefault(id(each.buffer), (each.buffers, each.name))
     return list(found.values())
+
+
+def put(buffers: dict[str, torch.Tensor | None], name: str, value: torch.Tensor | None) -> None:
+    """Write into the tensor that is there, or where it has another shape, put another there."""
+    here = buffers[name]
+    if here is not None and value is not None and here.shape == value.shape and lies_apart(here):
+        here.copy_(value)
+    elif here is not None:
+        buffers[name] = None if value is None else value.to(here.device, copy=True)
+
+
+class Kept(NamedTuple):
+    """A buffer as it was: where it is kept, its name there, the tensor, and a copy of it."""
+
+    buffers: dict[str, torch.Tensor | None]
+    name: str
+    buffer: torch.Tensor | None
+    value: torch.Tensor | None
+
+    @property
+    def now(self) -> torch.Tensor | None:
+        """The tensor that is there now: the module may have assigned another."""
+        return self.buffers.get(self.name)
+
+    def put_back(self) -> None:
+        """The same tensor, with its value."""
+        self.buffers[self.name] = self.buffer
+        put(self.buffers, self.name, self.value)
+
+
+def kept(module: torch.nn.Module, copies: bool = True) -> dict[str, Kept]:
+    """All buffers by their path, also those that are ``None``; without ``copies`` no values."""
+    return {
+        f"{path}.{name}": Kept(
+            part._buffers, name, buffer, buffer.clone() if copies and buffer is not None else None
+        )
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+    }
 
 
 def lies_apart(buffer: torch.Tensor) -> bool:

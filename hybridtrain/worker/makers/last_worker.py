@@ -49,13 +49,13 @@ class LastWorkerMaker(Maker):
         self._weights: Sequence[float] = ()
         self._contributions: list[Contribution] = []
         self._clip: Clip | None = None
-        self._words: int | None = None  # a hash of the hyper-parameters
+        self._hash: int | None = None  # a hash of the hyper-parameters
         self._came_s = 0.0
         self._owed: Groups | None = None  # changed hyper-parameters, not sent to the server yet
         self._coming: Groups | None = None  # those of this round, owed once it is made here
 
     def begin(self, last: int | None) -> None:
-        self._words = None
+        self._hash = None
         self.borrowed.begin()
 
     def timed(self) -> list[tuple[object, str, str]]:
@@ -89,7 +89,7 @@ class LastWorkerMaker(Maker):
 
     def _stay_away(self) -> bool:
         """The server makes this round, and may replace the state; returns False."""
-        self._words = None  # in all workers
+        self._hash = None  # in all workers
         self.borrowed.give_up()
         self.borrowed.server_steps()
         return False
@@ -104,12 +104,12 @@ class LastWorkerMaker(Maker):
 
     def _token(self, changes: Groups | None) -> int:
         """A hash of what the step follows: all hyper-parameters, then the changes since."""
-        if self._words is None:
-            self._words = zlib.crc32(in_words(self.borrowed.groups()).encode())
+        if self._hash is None:
+            self._hash = zlib.crc32(in_words(self.borrowed.groups()).encode())
         elif changes is not None:
-            self._words = zlib.crc32(in_words(changes).encode(), self._words)
+            self._hash = zlib.crc32(in_words(changes).encode(), self._hash)
         clip = self._clip
-        return self._words if clip is None else zlib.crc32(repr(clip).encode(), self._words)
+        return self._hash if clip is None else zlib.crc32(repr(clip).encode(), self._hash)
 
     def wait(self, push: Push, number: int, disturbed: Callable[[], bool]) -> Push | None:
         until_s = time.monotonic() + PATIENCE_S

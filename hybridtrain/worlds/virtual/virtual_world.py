@@ -582,7 +582,7 @@ class VirtualWorld:
 
     def _interrupt(self) -> None:
         """Workers whose gradients would be dropped begin anew, with the newest parameters."""
-        least = self._version - self.server.requirements.bears
+        least = self._version - self.server.requirements.max_staleness
         for worker in sorted(w for w, read in self._read.items() if read < least):
             self.interrupted += 1
             self._doing[worker] += 1

@@ -17,9 +17,9 @@ from tests.lightning.toys import make_trainer, regression_data
 from tests.picking import by_default
 from tests.support.counts import STRATEGIES
 
-N_CHANGES_LOSS = ("sandblaster",)  # dropout and BatchNorm are refused
+REFUSED = ("sandblaster",)  # dropout and BatchNorm are refused
 OWN = ("async_diloco", "diloco", "downpour", "easgd", "local_sgd", "post_local_sgd")
-NO_AVERAGES = (*N_CHANGES_LOSS, *OWN, "streaming_diloco", "hogwild")
+NO_AVERAGES = (*REFUSED, *OWN, "streaming_diloco", "hogwild")
 
 
 class Normed(pl.LightningModule):
@@ -68,7 +68,7 @@ def validated(strategy: str, workers: int, module: pl.LightningModule, **options
 @pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
-    "strategy", by_default([x for x in STRATEGIES if x not in N_CHANGES_LOSS], "ssp", "local_sgd")
+    "strategy", by_default([x for x in STRATEGIES if x not in REFUSED], "ssp", "local_sgd")
 )
 def test_buffers_are_those_that_come_home(strategy: str, workers: int) -> None:
     module = Normed()
