@@ -140,7 +140,7 @@ class Model:
             parameter.grad = None
 
     @torch.no_grad()
-    def look(self) -> None:
+    def read_given(self) -> None:
         """Take over what the user has written into the arrays given."""
         for name, parameter in self.named:
             if name in self._arrays:

@@ -152,7 +152,7 @@ class Server(Scheme):
         if self._serving is not None:
             raise UserError("server.save was called during a run; call worker.save in the body")
         model = self._model
-        model.look()
+        model.read_given()
         past = replace(self._past, parameters=model.values, buffers=model.buffers)
         past = replace(past, made_by=self._made_by())
         past.write(path)

@@ -358,14 +358,14 @@ class Loaders:
         before = None if again else self._validation.before  # it follows a step
         if before is not None:
             validate_again(loops, before)
-        dice = self._rng_state.state(before is not None, alone)
+        dice = self.random_numbers(together=not alone)
         state = {"over": over, "dice": dice, "metrics": self._ends.state()}
         if self._numbers_of:
             state["dice_of"] = self._numbers_of
         return {**checkpoint, KEY: {**ours, **state}}
 
     def random_numbers(self, together: bool) -> dict[str, Any]:
-        """This worker's RNG states for another worker's checkpoint.
+        """This worker's RNG states for a checkpoint.
 
         ``together``: it has this worker's own steps, too; else only those that the masters have.
         """
