@@ -205,7 +205,7 @@ def placed(content: Any, run_dir: Path, former: str = RUN_DIR) -> Any:
 
 
 class _Absent:
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "nothing"
 
 

@@ -36,6 +36,7 @@ from hybridtrain.report.runs import (
     read_yaml,
 )
 from hybridtrain.util.files import fault_of, interrupted_in, write_whole
+from hybridtrain.util.option_types import shown
 
 AUTO, LAST = "auto", "last"
 # Keys that may differ in a resumed run.
@@ -258,7 +259,7 @@ def shown_differences(found: Sequence[tuple[str, Any, Any]]) -> str:
     """The first few of them, in words."""
     keys = {key for key, _, _ in found}  # model.optimizer.lr is but optimizer.lr
     own = [each for each in found if not any(each[0].endswith(f".{key}") for key in keys)]
-    texts = [f"{key}={after}, then {before}" for key, before, after in own[:_SHOWN]]
+    texts = [f"{k}={shown(now, True)}, then {shown(then, True)}" for k, then, now in own[:_SHOWN]]
     more = f", and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
     return "; ".join(texts) + more
 

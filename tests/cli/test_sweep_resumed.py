@@ -129,7 +129,7 @@ def test_what_was_null_has_changed_too_and_what_is_new_has_not(tmp_path: Path) -
     path = tmp_path / ".hydra/config.yaml"
     path.parent.mkdir()
     path.write_text(json.dumps(then))
-    with pytest.raises(UserError, match=r"another configuration: a\.b=0\.01, then None"):
+    with pytest.raises(UserError, match=r"another configuration: a\.b=0\.01, then null"):
         resumed._check_same(tmp_path, OmegaConf.create(now))
     resumed._check_same(tmp_path, OmegaConf.create(then | {"c": 1}))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.mid_epoch import read_format
+from hybridtrain.lightning.checkpointing.rng_state import are_states
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
 from hybridtrain.lightning.run_context import strategy_of
@@ -53,7 +54,7 @@ _LOADER = {
     "sizes?": (None, [Count]),
     "crew?": [Count],  # for a worker of this run
 }
-_NUMBERS = {"torch": Tensor, "python": [Any], "numpy": [Any]}
+_NUMBERS = Annotated[dict[str, Any], Rule("of states of random number generators", are_states)]
 _WEIGHTS = {
     "state_dict": dict,
     "epoch?": Count,

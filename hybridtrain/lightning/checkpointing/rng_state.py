@@ -15,6 +15,7 @@ would take 100 µs, so after an interrupt numpy's and Python's are some numbers 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,10 +124,26 @@ class RngState:
         """Restore the states now, if there are some."""
         state, self._kept = self._kept, None
         if state is not None:
-            version, numbers, gauss = state["python"]
-            name, keys, *rest = state["numpy"]
-            python = version, tuple(_numbers(numbers).tolist()), gauss
-            put({**state, "python": python, "numpy": (name, _numbers(keys), *rest)})
+            put(_parsed(state))
+
+
+def are_states(saved: Any) -> bool:
+    """Whether generators take these states of a checkpoint; those of this process stay."""
+    try:
+        states = _parsed(saved)
+        torch.Generator().set_state(states["torch"])
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+    except Exception:  # of a damaged file, whatever the three raise
+        return False
+    return True
+
+
+def _parsed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    version, numbers, gauss = saved["python"]
+    name, keys, *rest = saved["numpy"]
+    python = version, tuple(_numbers(numbers).tolist()), gauss
+    return {**saved, "python": python, "numpy": (name, _numbers(keys), *rest)}
 
 
 def _tensor(numbers: Any) -> torch.Tensor:

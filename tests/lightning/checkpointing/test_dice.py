@@ -14,6 +14,8 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
 from tests.lightning.checkpointing.test_resume import (
     Census,
     Interrupting,
@@ -234,3 +236,27 @@ def test_however_little_is_left_of_the_epoch_all_workers_go_on_to_the_next(
         )
         assert trainer.current_epoch == n_epochs
         path = tmp_path / "last.ckpt"
+
+
+@pytest.mark.parametrize("whose", ["dice", "dice_of"])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("torch", 5),
+        ("torch", torch.zeros(3, dtype=torch.uint8)),
+        ("python", (3, torch.zeros(2, dtype=torch.int32), None)),
+        ("numpy", ("MT19937", torch.zeros(10, dtype=torch.int32), 0, 0, 0.0)),
+        ("numpy", ()),
+    ],
+)
+def test_states_that_no_generator_takes_are_refused_in_one_line(
+    whose: str, kind: str, value: Any, tmp_path: Path
+) -> None:
+    _, content = noisy(tmp_path, max_epochs=1)
+    check_content(content, "ckpt=x", True)
+    states = content["hybridtrain"][whose]
+    (states[1] if whose == "dice_of" else states)[kind] = value
+    before = torch.get_rng_state()
+    with pytest.raises(UserError, match=rf"{whose}.*must be a mapping of states of random number"):
+        check_content(content, "ckpt=x", True)
+    assert torch.equal(torch.get_rng_state(), before)
