@@ -102,9 +102,9 @@ def _listen_to_rounds(tap: Tap) -> None:
         tap.read[worker] = self._statistics.version
         return release(self, worker)
 
-    def refreshing(self: Any, worker: int) -> None:
+    def refreshing(self: Any, worker: int) -> Any:
         tap.read[worker] = self._statistics.version
-        refresh(self, worker)
+        return refresh(self, worker)
 
     rounds._apply, rounds._release, rounds.refresh = applying, releasing, refreshing
     rounds._hold = holding
