@@ -172,6 +172,12 @@ def seal(content: io.BytesIO) -> None:
     content.write(_SEAL % checksum)
 
 
+def is_archive(path: str | Path) -> bool:
+    """Whether torch reads the file as an archive, which has checksums; it may be damaged."""
+    with Path(path).open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
 def fault_of(path: Path) -> str | None:
     """What is wrong with a checkpoint, in a few words; ``None`` if every checksum is right.
 
@@ -207,7 +213,7 @@ def _fault_of(path: Path) -> str | None:
             return "it is empty"
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip() or _unsealed(path, archive)
-            names = archive.namelist()
+            entries = archive.infolist()
     except FileNotFoundError:
         return "there is no such file"
     except zipfile.BadZipFile as error:
@@ -217,7 +223,10 @@ def _fault_of(path: Path) -> str | None:
         return f"it cannot be read ({type(error).__name__}: {error})"
     if bad is not None:
         return f"the checksum of its {bad.partition('/')[2] or bad} is wrong"
-    if not any(name.endswith("data.pkl") for name in names):
+    for entry in entries:  # torch would read as many bytes as are promised
+        if entry.compress_type == zipfile.ZIP_STORED and entry.file_size != entry.compress_size:
+            return f"the size of its {entry.filename.partition('/')[2] or entry.filename} is wrong"
+    if not any(entry.filename.endswith("data.pkl") for entry in entries):
         return "it is no checkpoint"
     return None
 

@@ -89,7 +89,7 @@ CASES = [
     ("optimizer.lr=inf", ["optimizer.lr=inf", "must be a number that is finite"]),
     (
         "trainer.num_nodes=3:1 strategy=async strategy.on_failure=continue",
-        ["min_hosts=3 of num_nodes=1", "from 1 to 1"],
+        ["trainer.num_nodes=3:1 was given", "FROM:TO, for example 1:4"],
     ),
     (
         "model._target_=tests.cli.tiny.TinyModule optimizer.lr=0.5",

@@ -18,7 +18,14 @@ import pytest
 import torch
 
 from hybridtrain.util import files
-from hybridtrain.util.files import fault_of, interrupted_in, seal, write_named, write_whole
+from hybridtrain.util.files import (
+    fault_of,
+    interrupted_in,
+    is_archive,
+    seal,
+    write_named,
+    write_whole,
+)
 
 
 @pytest.mark.parametrize("nameless", [True, False])
@@ -170,6 +177,28 @@ def test_a_checkpoint_written_by_others_is_checked_as_well(tmp_path: Path) -> No
     path.write_bytes(whole[:2000] + b"!" + whole[2001:])
     assert fault_of(path) == "the checksum of its data/0 is wrong"
     assert torch.load(path, weights_only=True)["w"].sum() != 0, "torch does not look"
+
+
+def test_a_size_that_torch_would_believe_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"w": torch.zeros(1000)}, path)
+    whole = bytearray(path.read_bytes())
+    entry = whole.index(b"PK\x01\x02")  # the table of contents
+    whole[entry + 24 : entry + 28] = (2**32 - 2).to_bytes(4, "little")
+    path.write_bytes(whole)
+    assert fault_of(path) == "the size of its data.pkl is wrong"
+
+
+def test_an_archive_is_told_by_its_beginning_however_its_end_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"w": torch.zeros(3)}, path)
+    whole = path.read_bytes()
+    end = whole.rindex(b"PK\x06\x07")  # of an archive on several disks
+    path.write_bytes(whole[: end + 16] + b"\x09\0\0\0" + whole[end + 20 :])
+    assert is_archive(path)
+    assert "damaged" in str(fault_of(path))
+    path.write_bytes(whole[1:])
+    assert not is_archive(path)
 
 
 def test_a_sealed_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ It is loaded with ``weights_only=True``: tensors and plain containers, no code.
 from __future__ import annotations
 
 import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytorch_lightning as pl
@@ -16,7 +16,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
-from hybridtrain.util.files import check_input, fault_of
+from hybridtrain.util.files import check_input, fault_of, is_archive
 
 
 def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = True) -> int:
@@ -39,14 +39,15 @@ def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = Tru
 def load_checkpoint(path: Path) -> Any:
     """Load plain data and tensors; raises UserError for a damaged file, and for code in it."""
     check_input(path, "the checkpoint ckpt=")
-    zipped = zipfile.is_zipfile(path)  # older ones are not, and have no checksums
+    zipped = is_archive(path)  # older ones are none, and have no checksums
     if zipped and (fault := fault_of(path)) is not None:
         raise UserError(f"ckpt={path}: the file is corrupt: {fault}; choose another, or ckpt=last")
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's, about unusual pickles
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # readers of damaged files raise exceptions of any type
-        if zipped or any(word in str(error) for word in _words_of_code(path)):
+        words = _words_of_code(path)
+        if isinstance(error, UnpicklingError) if zipped else any(x in str(error) for x in words):
             raise UserError(
                 f"ckpt={path}: it contains code or objects besides tensors and plain containers, "
                 f"and loading those would run them ({_unsafe(error)}); it was not loaded"

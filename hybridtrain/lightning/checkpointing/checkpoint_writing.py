@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
 from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
 from hybridtrain.memory.scratch_file import Scratch
-from hybridtrain.util.files import check_input, fault_of
+from hybridtrain.util.files import check_input, fault_of, is_archive
 
 _COARSE_S = 2.0  # clocks of file systems
 
@@ -160,8 +159,7 @@ def check_whole(path: Any) -> None:
     if not isinstance(path, str | Path) or not Path(path).exists() or Path(path).is_dir():
         return
     check_input(path, "the checkpoint ckpt_path=")
-    archive = zipfile.is_zipfile(path)
-    if archive and (fault := fault_of(Path(path))) is not None:
+    if is_archive(path) and (fault := fault_of(Path(path))) is not None:
         raise UserError(f"ckpt_path={str(path)!r} was given, but {fault}; give another")
 
 
