@@ -26,7 +26,7 @@ from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
 from hybridtrain.util.arguments import hold_standard_streams
-from hybridtrain.util.files import short
+from hybridtrain.util.files import seen_from_here, short
 from hybridtrain.util.versions import check_versions
 
 
@@ -44,9 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     job_launcher.LAST_WORDS.clear()
     _hear_interrupts()
     overrides: list[str] = []
-    outcome = guarded(lambda: _command(given, overrides), overrides)
-    if job_launcher.ROWS:
-        outcome = _end_of_sweep(outcome)
+    with seen_from_here():
+        outcome = guarded(lambda: _command(given, overrides), overrides)
+        if job_launcher.ROWS:
+            outcome = _end_of_sweep(outcome)
     claim.release_all()
     further_host.remove_temporary()
     job_process.report(outcome)

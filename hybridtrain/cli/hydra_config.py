@@ -159,13 +159,21 @@ def _quoted_path(text: str) -> str:
     key, _, value = text.partition("=")
     if key not in ("ckpt", "resume") or "=" not in value or value[:1] in ("'", '"'):
         return text
+    each = value.split(",")
+    if key == "ckpt" and all(x.endswith(".ckpt") for x in each):
+        return f"ckpt={','.join(map(_in_quotes, each))}"
     return quoted(key, value)
 
 
 def quoted(key: str, value: object) -> str:
     """An override, its value quoted for Hydra."""
-    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{escaped}'"
+    return f"{key}={_in_quotes(str(value))}"
+
+
+def _in_quotes(text: str) -> str:
+    """Hydra takes a backslash for one, but in front of a quote."""
+    escaped = re.sub(r"(\\*)('|$)", lambda x: 2 * x[1] + ("\\'" if x[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def assignments(values: Mapping[str, object]) -> list[str]:
@@ -175,8 +183,14 @@ def assignments(values: Mapping[str, object]) -> list[str]:
 
 def resuming(directory: str) -> str:
     """The option, as it is typed in a shell."""
-    plain = re.fullmatch(r"[\w./-]+", directory)
-    return f"resume={directory}" if plain else shlex.quote(quoted("resume", directory))
+    plain = f"resume={directory}"
+    try:
+        (read,) = parse([plain])
+        if not read.is_sweep_override() and read.value() == directory == shlex.quote(directory):
+            return plain
+    except Exception:  # Hydra's
+        pass
+    return shlex.quote(quoted("resume", directory))
 
 
 # ---- configurations as plain values -------------------------------------------------------------

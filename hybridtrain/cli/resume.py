@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import hybridtrain
 from hybridtrain.cli import hydra_config
@@ -32,6 +32,7 @@ from hybridtrain.report.runs import (
     HYDRA_FILE,
     OVERRIDES_FILE,
     SUMMARY_FILE,
+    key_of,
     read_mapping,
     read_yaml,
 )
@@ -230,7 +231,18 @@ def _merged(directory: Path, typed: dict[str, str]) -> list[str]:
     aside = ["resume", "resume_override", "faults", "strategy.faults"]
     aside += ["ckpt"] if _is_own_checkpoint(former) else []
     plain = {key: text for key, text in former.items() if key not in aside}
+    plain |= _own_job_options(directory)
     return hydra_config.complete_overrides(list((plain | typed).values()))
+
+
+def _own_job_options(directory: Path) -> dict[str, str]:
+    """The options ``hydra.job.…`` of the run by their key: ``chdir`` decides what paths mean."""
+    path = directory / HYDRA_FILE
+    try:
+        texts = read_yaml(path)["hydra"]["overrides"]["hydra"] if path.exists() else []
+        return {key: x for x in texts if (key := key_of(x)).startswith("hydra.job.")}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is damaged: it has no options of Hydra's") from error
 
 
 def _is_own_checkpoint(former: dict[str, str]) -> bool:
@@ -245,7 +257,7 @@ def _differences(
 ) -> list[tuple[str, Any, Any]]:
     """Differences between the run's configuration and the one now; new options only if typed."""
     then = configuration(directory)
-    now = portable(hydra_config.compose_config(overrides))
+    now = _comparable(hydra_config.compose_config(overrides))
     keys = tuple(key.lstrip("+~") for key in typed)
     return [
         (key, before, after)
@@ -267,10 +279,23 @@ def shown_differences(found: Sequence[tuple[str, Any, Any]]) -> str:
 # ---- runs on disk -------------------------------------------------------------------------------
 
 
-def sign(directory: Path) -> None:
-    """Write the version and format into a run's directory."""
-    said = {"format": FORMAT, "hybridtrain": hybridtrain.__version__}
+def sign(directory: Path, goes_on: bool) -> None:
+    """Write the version and format into a run's directory, and what another run has left there.
+
+    ``goes_on``: the run has been begun before; else all checkpoints there are another run's.
+    """
+    former = former_checkpoints(directory)
+    if not goes_on:
+        found = _checkpoints(_folders(directory))
+        former = {str(path): path.stat().st_mtime_ns for path in found}
+    said = {"format": FORMAT, "hybridtrain": hybridtrain.__version__, "former": former}
     write_whole(directory / RUN_FILE, json.dumps(said).encode() + b"\n")
+
+
+def former_checkpoints(directory: Path) -> dict[str, Any]:
+    """The times in ns of the checkpoints that a run found in its directory, by their paths."""
+    found = read_mapping(directory / RUN_FILE, []).get("former")
+    return found if isinstance(found, dict) else {}
 
 
 def check_run(directory: Path) -> None:
@@ -323,7 +348,7 @@ def configuration(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
     content = read_yaml(path)
     try:
-        found = portable(OmegaConf.create(content))
+        found = _comparable(OmegaConf.create(content))
     except Exception as error:  # no mapping; OmegaConf's, of what cannot be resolved
         raise UserError(
             f"{path} is damaged and cannot be read ({type(error).__name__}); restore it, or begin "
@@ -337,25 +362,56 @@ def configuration(directory: Path) -> dict[str, Any]:
     return found
 
 
+def _comparable(cfg: DictConfig) -> dict[str, Any]:
+    """As :func:`portable` has it, but with ``${hydra:…}``, which only a run itself can resolve."""
+    return portable(OmegaConf.create(_with_text_of_hydra(OmegaConf.to_container(cfg))))
+
+
+def _with_text_of_hydra(content: Any) -> Any:
+    match content:
+        case dict():
+            return {key: _with_text_of_hydra(value) for key, value in content.items()}
+        case list():
+            return [_with_text_of_hydra(value) for value in content]
+        case str():
+            return content.replace("${hydra:", r"\${hydra:")
+    return content
+
+
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
 def newest_of_run(directory: Path) -> Path | None:
     """The newest whole checkpoint in the directories of the run's callbacks."""
-    nodes = placed(configuration(directory), directory.absolute()).get("callbacks") or {}
+    return newest(_folders(directory), former_checkpoints(directory))
+
+
+def _folders(directory: Path) -> set[Path]:
+    known = configuration(directory) if (directory / CONFIG_FILE).exists() else {}
+    nodes = placed(known, directory.absolute()).get("callbacks") or {}
     folders = {Path(x["dirpath"]) for x in nodes.values() if x and x.get("dirpath")}
-    return newest({*folders, directory.absolute() / "checkpoints"})
+    return {*folders, directory.absolute() / "checkpoints"}
 
 
-def newest(folders: Iterable[Path]) -> Path | None:
-    """The newest whole checkpoint; newer ones that are damaged are named on standard error."""
+def _checkpoints(folders: Iterable[Path]) -> set[Path]:
     found = {
         Path(os.path.realpath(path))  # which raises nothing for a link to itself
         for folder in folders
         for path in (*folder.glob("*.ckpt"), interrupted_in(folder))
     }
-    times = [(path.stat().st_mtime_ns, path) for path in found if path.is_file()]
-    for _, path in sorted(times, reverse=True):
+    return {path for path in found if path.is_file()}
+
+
+def newest(folders: Iterable[Path], former: Mapping[str, int] | None = None) -> Path | None:
+    """The newest whole checkpoint; newer ones that are damaged are named on standard error.
+
+    ``former``: files of another run, by their paths, with their times of change in ns.
+    """
+    times = [(path.stat().st_mtime_ns, path) for path in _checkpoints(folders)]
+    for time_ns, path in sorted(times, reverse=True):
+        if former and former.get(str(path)) == time_ns:
+            to_stderr(f"the checkpoint {path} is passed over: an earlier run has left it there")
+            continue
         fault = fault_of(path)
         if fault is None:
             return path

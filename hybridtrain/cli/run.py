@@ -53,7 +53,7 @@ from hybridtrain.cli.explain import naming_keys
 from hybridtrain.cli.further_host import place_in, quiet
 from hybridtrain.cli.hydra_config import overrides_of, portable
 from hybridtrain.cli.quiet import hush_lightning
-from hybridtrain.cli.resume import newest, sign
+from hybridtrain.cli.resume import former_checkpoints, newest, sign
 from hybridtrain.cli.sweep import job_process, reports
 from hybridtrain.cli.telemetry import summary
 from hybridtrain.cli.telemetry.monitor import STATS_FILE, RunMonitor, RunStats, up_to_date
@@ -93,7 +93,7 @@ def begin(cfg: DictConfig) -> None:
         return
     directory = Path(cfg.run_dir)
     try:
-        sign(directory)
+        sign(directory, goes_on=cfg.get("resume") is not None)
         for name in (SUMMARY_FILE, STATS_FILE):  # after `kill -9` both may be there
             (directory / name).unlink(missing_ok=True)
     except OSError as error:
@@ -495,7 +495,8 @@ def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: CommandOutcome) -
     if cfg.test_only:
         return str(cfg.ckpt)
     best = best_checkpoint(trainer) if outcome.exit == 0 else None
-    path = best or newest([Path(cfg.run_dir) / "checkpoints"])
+    directory = Path(cfg.run_dir)
+    path = best or newest([directory / "checkpoints"], former_checkpoints(directory))
     return None if path is None else str(path)
 
 

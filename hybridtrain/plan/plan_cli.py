@@ -35,6 +35,7 @@ What to write:
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -285,7 +286,7 @@ def page_of(rows: Sequence[PlanRow], told: Sequence[str], arguments: Sequence[st
     columns = heads(rows)
     lines = [[*cells(row, columns), "; ".join(row.extrapolated) or "nothing"] for row in rows]
     parts: list[Part] = [
-        page.paragraph("python -m hybridtrain.plan " + " ".join(arguments)),
+        page.paragraph(f"python -m hybridtrain.plan {shlex.join(arguments)}"),
         *map(page.note, told),
         page.table([*columns, "extrapolated"], lines),
         page.figures(_charts(rows[:MOST_POINTS])),

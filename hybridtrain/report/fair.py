@@ -11,7 +11,7 @@ initial weights and order of samples, and its runs follow one another on the mac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
@@ -134,7 +134,8 @@ def spread(values: Sequence[float | None]) -> Spread:
 def times_as_much(values: Sequence[float | None], of: Sequence[float | None]) -> Spread:
     """Median and interval of the ratio of each run to the run with the same seed."""
     filled = [[_NEVER if x is None else x for x in each] for each in (values, of)]
-    return spread([a / b for a, b in zip(*filled, strict=True)])
+    ratios = [a / b for a, b in zip(*filled, strict=True)]
+    return spread([x if x * _FINITE > 1 else 0.0 for x in ratios])  # 0: the other one never did
 
 
 def rows_of(runs: Mapping[str, Sequence[Training]]) -> list[dict[str, Any]]:
@@ -200,12 +201,17 @@ def _verdict(row: Mapping[str, Any], first: str) -> str:
     return f"{name} takes {longer}" if differ else f"{name}: within the noise ({longer})"
 
 
+def numbers_of(texts: Iterable[str]) -> list[float]:
+    """The searched values as numbers; none if they are words."""
+    try:
+        return [float(x) for x in texts]
+    except ValueError:
+        return []
+
+
 def at_an_end(search: Sequence[Training], chosen: Mapping[str, str]) -> Iterator[str]:
     """The keys whose chosen value is the smallest or largest number that a search has tried."""
     for key, value in chosen.items():
-        try:
-            tried = {float(x.values[key]) for x in search}
-        except ValueError:  # words
-            continue
-        if len(tried) > 1 and float(value) in (min(tried), max(tried)):
+        tried = numbers_of(x.values[key] for x in search)
+        if len({*tried}) > 1 and float(value) in (min(tried), max(tried)):
             yield key

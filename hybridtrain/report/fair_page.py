@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hybridtrain.report.charts import COLOURS, REST, Series, can_draw, line_chart, number, style
-from hybridtrain.report.fair import Goal, Spread, interval
+from hybridtrain.report.fair import Goal, Spread, interval, numbers_of
 from hybridtrain.report.history import read_history
 from hybridtrain.report.page import Part, figure, figures, heading, legend, note, paragraph, write
 from hybridtrain.report.page import table as as_html
@@ -158,9 +158,9 @@ def _tried(content: Mapping[str, Any]) -> Iterator[Part]:
     lines = []
     for place, row in enumerate(content["strategies"][: len(COLOURS)]):
         jobs = [x for x in content["search"] if x["strategy"] == row["strategy"]]
-        points = [(float(x), y["best"]) for y in jobs for x in y["values"].values()]
-        points = sorted(x for x in points if x[1] is not None)
-        if points:
+        values, best = [x for y in jobs for x in y["values"].values()], [y["best"] for y in jobs]
+        found = zip(numbers_of(values), best, strict=False)  # one key each, or no chart
+        if points := sorted(x for x in found if x[1] is not None):
             x, y = map(list, zip(*points, strict=True))
             lines.append(Series(row["strategy"], x, y, style(place)))
     keys = {key for x in content["search"] for key in x["values"]}

@@ -302,11 +302,15 @@ def labels(runs: Sequence[Run], without: Collection[str] = ()) -> list[str]:
     if all(x.isdecimal() for x in folders) and len({*folders}) == len(folders):
         return [f"{x}: {name}" if name else x for x, name in zip(folders, named, strict=True)]
     named = [name or x for x, name in zip(folders, named, strict=True)]
-    twice = {name for name in named if named.count(name) > 1}
-    return [
-        f"{name} ({run.folder.name})" if name in twice else name
-        for name, run in zip(named, runs, strict=True)
-    ]
+    result = list(named)
+    for n_parts in (1, 2, 0):  # of the path; 0: all
+        twice = {x for x in result if result.count(x) > 1}
+        ends = [Path(*run.folder.parts[-n_parts:]) for run in runs]
+        result = [
+            f"{name} ({end})" if now in twice else now
+            for name, end, now in zip(named, ends, result, strict=True)
+        ]
+    return result
 
 
 def brief(override: str) -> str:

@@ -84,6 +84,7 @@ What to write:
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
@@ -238,7 +239,7 @@ def page_of(rows: Sequence[SimulationRow], arguments: Sequence[str]) -> str:
     """
     columns = heads(rows)
     parts: list[Part] = [
-        page.paragraph("python -m hybridtrain.simulate " + " ".join(arguments)),
+        page.paragraph(f"python -m hybridtrain.simulate {shlex.join(arguments)}"),
         page.table(columns, [cells(row, columns) for row in rows]),
     ]
     if curves := lines(rows, lambda row: row.loss):

@@ -92,8 +92,10 @@ class TripletModule(pl.LightningModule):
     @torch.no_grad()
     def on_validation_start(self) -> None:
         """Compute the centre of each class: the mean of its common words."""
-        words, classes = self.trainer.datamodule.band("common")  # type: ignore[attr-defined]
-        total = torch.zeros(int(classes.max()) + 1, self.table.embedding_dim)
+        band = self.trainer.datamodule.band("common")  # type: ignore[attr-defined]
+        words, classes = (each.to(self.device) for each in band)
+        n_classes = int(classes.max()) + 1
+        total = torch.zeros(n_classes, self.table.embedding_dim, device=self.device)
         self._centres = F.normalize(total.index_add_(0, classes, self(words)), dim=1)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

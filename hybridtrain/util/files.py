@@ -48,9 +48,24 @@ def interrupted_in(folder: Path) -> Path:
     return (folder.parent if beside else folder / "interrupted") / "interrupted.ckpt"
 
 
+_BEGINNINGS: list[str] = []  # working directories in which commands have begun
+
+
+@contextmanager
+def seen_from_here() -> Iterator[None]:
+    """Let :func:`short` go by this working directory, though Hydra changes it for a job."""
+    before = list(_BEGINNINGS)
+    with suppress(FileNotFoundError):  # it has been deleted
+        _BEGINNINGS.append(str(Path.cwd()))
+    try:
+        yield
+    finally:
+        _BEGINNINGS[:] = before
+
+
 def short(path: str | Path) -> str:
-    """The path as seen from the working directory, where it lies below it."""
-    relative = os.path.relpath(path)
+    """The path as seen from the working directory of the command, where it lies below it."""
+    relative = os.path.relpath(path, *_BEGINNINGS[-1:])
     return str(path) if relative.startswith("..") else relative
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import random
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,6 +27,8 @@ from hybridtrain.cli.hydra_config import (
     compose_config,
     conf_dir,
     groups,
+    parse,
+    resuming,
 )
 from hybridtrain.cli.validation.config_checks import (
     RunOptions,
@@ -76,6 +80,38 @@ def test_every_file_says_what_it_is_for(path: Path) -> None:
 def test_the_tables_of_options_are_those_of_the_description(page: Path) -> None:
     text = page.read_text()
     assert option_tables.renewed(text) == text, "run python -m tests.cli.option_tables"
+
+
+def test_a_directory_that_is_shown_for_copying_is_read_back() -> None:
+    draw = random.Random(3)
+    names = [
+        "run1",
+        "größe",
+        "a,b",
+        "runs/x(1)",
+        "it's",
+        "x{y}",
+        "1.10",
+        "1e3",
+        "1_0",
+        "null",
+        "a\\b",
+    ]
+    names += ["".join(draw.choices("ae1.-_/\\'\"(){}[],:= é$", k=8)).strip() for _ in range(300)]
+    for name in filter(None, names):
+        (text,) = shlex.split(resuming(name))
+        (read,) = parse([text])
+        assert (read.value(), read.is_sweep_override()) == (name, False), text
+    assert resuming("multirun/2026-11-28/1") == "resume=multirun/2026-11-28/1"
+
+
+def test_names_of_lightnings_checkpoints_are_swept_over() -> None:
+    files = ["r1/epoch=3-step=96.ckpt", "r2/epoch=5-step=144.ckpt"]
+    (read,) = parse(complete_overrides([f"ckpt={','.join(files)}"]))
+    assert read.is_sweep_override()
+    assert [x.strip("'") for x in read.sweep_string_iterator()] == files
+    (read,) = parse(complete_overrides(["ckpt=a,b/epoch=3.ckpt"]))
+    assert read.value() == "a,b/epoch=3.ckpt"
 
 
 def test_every_table_of_options_is_on_one_page() -> None:

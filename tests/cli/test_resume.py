@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from omegaconf import OmegaConf
+from pytorch_lightning.callbacks import ModelCheckpoint
 
 from hybridtrain.cli import claim, resume
-from hybridtrain.cli.hydra_config import complete_overrides, conf_dir
+from hybridtrain.cli.hydra_config import complete_overrides, compose_config, conf_dir
 from hybridtrain.cli.resume import expanded
+from hybridtrain.cli.telemetry.monitor import RunMonitor
+from hybridtrain.errors import UserError
 from hybridtrain.report.runs import read_run
 from hybridtrain.util import files
 from tests.cli.conftest import Command, in_use, summary
@@ -308,10 +313,6 @@ def test_what_cannot_be_resumed_is_one_line(
 
 
 def make_up_a_run(directory: str) -> None:
-    from omegaconf import OmegaConf
-
-    from hybridtrain.cli.hydra_config import compose_config
-
     folder = Path(directory, ".hydra")
     folder.mkdir(parents=True)
     OmegaConf.save(compose_config(["task=digits"]), folder / "config.yaml")
@@ -322,7 +323,7 @@ def test_a_run_that_has_finished_is_running_or_is_of_a_newer_version_is_refused(
     command: Command,
 ) -> None:
     make_up_a_run("old")
-    resume.sign(Path("old"))
+    resume.sign(Path("old"), goes_on=True)
     Path("old/summary.json").write_text('{"exit": 0}')
     assert "has finished" in command("resume=old").complaint
     with in_use("old"):
@@ -354,6 +355,55 @@ def test_the_checkpoint_of_an_early_end_is_found_where_it_is_and_where_it_was(pl
         torch.save({"global_step": step}, path)
         os.utime(path, (step, step))
     assert resume.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()
+
+
+def test_what_an_earlier_run_has_left_in_the_directory_is_not_gone_on_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_up_a_run("run")
+    for name in ("last.ckpt", "epoch=1.ckpt"):
+        path = Path("run/checkpoints") / name
+        path.parent.mkdir(exist_ok=True)
+        torch.save({"n": 1}, path)
+    resume.sign(Path("run"), goes_on=False)
+    assert resume.newest_of_run(Path("run")) is None
+    assert "last.ckpt is passed over: an earlier run has left it there" in capsys.readouterr().err
+    torch.save({"n": 2}, "run/checkpoints/last.ckpt")
+    resume.sign(Path("run"), goes_on=True)
+    assert resume.newest_of_run(Path("run")) == Path("run/checkpoints/last.ckpt").absolute()
+
+
+def test_paths_in_a_run_mean_what_they_meant_when_it_began(command: Command) -> None:
+    make_up_a_run("old")
+    hydra = {"hydra": {"overrides": {"hydra": ["hydra.job.chdir=true", "hydra.run.dir=old"]}}}
+    hydra["hydra"]["runtime"] = {"config_sources": []}
+    Path("old/.hydra/hydra.yaml").write_text(json.dumps(hydra))
+    assert "hydra.job.chdir=true" in expanded(["resume=old"])
+    claim.release_all()
+
+
+def test_a_value_that_only_hydra_resolves_is_compared_as_it_is_written() -> None:
+    make_up_a_run("old")
+    given = ["task=speech", "data=csv", 'data.train="${hydra:runtime.cwd}/t.csv"']
+    OmegaConf.save(OmegaConf.create(given), "old/.hydra/overrides.yaml")
+    OmegaConf.save(compose_config(given), "old/.hydra/config.yaml")
+    assert given[2] in expanded(["resume=old"])
+    claim.release_all()
+    with pytest.raises(UserError, match=r"data\.train=other\.csv, then .*hydra:"):
+        expanded(["resume=old", "data.train=other.csv"])
+    claim.release_all()
+
+
+def test_a_run_that_has_moved_keeps_its_best_checkpoint(tmp_path: Path) -> None:
+    monitor, saving = RunMonitor(tmp_path / "new"), ModelCheckpoint(tmp_path / "new/checkpoints")
+    monitor.resume()
+    trainer = pl.Trainer(callbacks=[monitor, saving], logger=False, enable_progress_bar=False)
+    state = {"dirpath": "/old/checkpoints", "best_model_path": "/old/checkpoints/a.ckpt"}
+    content = {"callbacks": {saving.state_key: state, "Own": {"dirpath": "/other"}}}
+    monitor.on_load_checkpoint(trainer, pl.LightningModule(), content)
+    moved = content["callbacks"][saving.state_key]
+    assert moved["best_model_path"] == str(tmp_path / "new/checkpoints/a.ckpt")
+    assert content["callbacks"]["Own"] == {"dirpath": "/other"}
 
 
 @pytest.mark.few(1)

@@ -19,7 +19,7 @@ import pytest
 
 from hybridtrain.cli.sweep import reports, search
 from hybridtrain.cli.sweep.reports import Mailbox, Reporter
-from hybridtrain.cli.sweep.search import LiveTable, Search, combinations, space_of
+from hybridtrain.cli.sweep.search import LiveTable, Search, SearchRun, combinations, space_of
 from hybridtrain.errors import UserError
 from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary
@@ -124,6 +124,38 @@ def test_failed_points_of_a_grid_wait_again_and_a_failed_job_is_made_up_for(tmp_
     search.prepare(None)
     again, _ = search.next() or pytest.fail("one has failed")
     assert again.params == {"lr": "1"} and search.next() is None
+
+
+def test_two_sweeps_that_share_a_study_try_each_point_once(tmp_path: Path) -> None:
+    study = optuna.create_study()
+    space, _ = space_of(["lr=1,2", "width=1,2"])
+    sweeps = [Search(study, space, "grid", 0, tmp_path / name) for name in "ab"]
+    for each in sweeps:
+        each.prepare(None)
+    tried = []
+    for each in sweeps * 4:
+        if (found := each.next()) is not None:
+            tried.append(tuple(found[0].params.values()))
+            study.tell(found[0], 1.0)
+    assert sorted(tried) == [("1", "1"), ("1", "2"), ("2", "1"), ("2", "2")]
+
+
+def test_a_report_is_no_metric_and_a_replaced_failure_is_none(tmp_path: Path) -> None:
+    study = optuna.create_study(direction="maximize")
+    trial = study.ask({"lr": distributions.FloatDistribution(0, 1)})
+    trial.report(-0.45, 0)
+    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
+    assert study.trials[0].value == -0.45, "Optuna's own"
+    runs = SearchRun.__new__(SearchRun)
+    monkey = {"_job": lambda trial: SimpleNamespace(folder=tmp_path / str(trial.number))}
+    vars(runs).update(_states=optuna.trial.TrialState, **monkey)
+    ends = [runs._ending(x) for x in study.trials]
+    assert [(x.exit, x.metric) for x in ends] == [(0, None), (0, None)]
+    assert [x.error for x in ends] == [f"{x} before the search went on" for x in ("pruned", "fail")]
+    with redirect_stdout(StringIO()) as out:
+        LiveTable(-1.0).draw(study.trials, "val/acc", None)
+    assert out.getvalue().splitlines()[1].split()[:4] == ["0", "pruned", "-", "0.45"]
 
 
 # ---- pruning -------------------------------------------------------------------------------------
@@ -272,7 +304,7 @@ def test_a_search_without_its_study_does_not_run_finished_jobs_again(
     result = command("-m", "resume=jobs", "hydra.sweeper.n_trials=3")
     assert result.code == 2
     lost = "has no value of trial 0" if damage == "no values" else "has 0 trials"
-    assert f"jobs/study.db {lost}, but jobs/jobs.json has 2 finished jobs" in result.err
+    assert f"the study search {lost}, but jobs/jobs.json has 2 finished jobs" in result.err
     assert "Traceback" not in result.err
     assert Path("jobs/0/summary.json").read_text() == first and not Path("jobs/2").exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from hybridtrain.cli.hydra_config import ABSENT, changed_keys
+from hybridtrain.cli.claim import release_all
+from hybridtrain.cli.hydra_config import ABSENT, changed_keys, resuming
 from hybridtrain.cli.sweep import resumed
 from hybridtrain.cli.sweep.resumed import Sweep
 from hybridtrain.errors import UserError
@@ -132,6 +134,46 @@ def test_what_was_null_has_changed_too_and_what_is_new_has_not(tmp_path: Path) -
     with pytest.raises(UserError, match=r"another configuration: a\.b=0\.01, then null"):
         resumed._check_same(tmp_path, OmegaConf.create(now))
     resumed._check_same(tmp_path, OmegaConf.create(then | {"c": 1}))
+
+
+def signed(directory: str, *own: str, hydra: Sequence[str] = (), finished: bool = False) -> None:
+    Path(directory).mkdir(parents=True)
+    whole = asdict(Sweep([*own], [*hydra], [], finished))
+    Path(directory, "sweep.json").write_text(json.dumps(whole))
+
+
+def test_a_sweep_goes_on_with_all_the_options_that_choose_its_jobs() -> None:
+    own = ["task=digits", "ckpt=a.ckpt,b.ckpt", "optimizer.lr=0.1,0.01", "faults=null"]
+    signed("sw,1", *own)
+    shown = shlex.split(resuming("sw,1"))
+    assert resumed.expanded(shown)[:4] == own
+    release_all()
+    typed = resumed.expanded([*own, "resume=auto", "hydra.sweep.dir='sw,1'"])
+    assert typed[:4] == own and typed[-1] == "hydra.sweep.dir='sw,1'"
+    release_all()
+    with pytest.raises(UserError, match=r"had other options: ckpt=c\.ckpt"):
+        resumed.expanded([*shown, "ckpt=c.ckpt"])
+
+
+def test_a_search_that_was_made_longer_goes_on_as_long(command: Command) -> None:
+    signed("jobs", "seeds=5", hydra=["hydra.sweeper.n_trials=4"], finished=True)
+    options = {"task": ["resume='jobs'", "seeds=5"], "hydra": ["hydra.sweeper.n_trials=8"]}
+    config = {"resume": "jobs", "hydra": {"overrides": options}}
+    resumed.sign(Path("jobs"), OmegaConf.create(config))
+    now = resumed.read(Path("jobs"))
+    assert now == Sweep(["seeds=5"], ["hydra.sweeper.n_trials=8"], [], False)
+
+
+def test_a_job_that_goes_on_keeps_the_directory_that_its_options_name(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = "hydra.sweep.subdir='${hydra.job.override_dirname}'"
+    options = [*TINY, "hydra.sweep.dir=jobs", place, "model.fail_at=null,3"]
+    assert command("-m", *options, "trainer.max_epochs=1").code == 1
+    before = sorted(x.name for x in Path("jobs").iterdir() if x.is_dir())
+    again = command("-m", "resume=jobs")
+    assert again.code == 1 and "1 of 2 jobs have finished before" in again.out
+    assert sorted(x.name for x in Path("jobs").iterdir() if x.is_dir()) == before
 
 
 @pytest.mark.slow

@@ -225,6 +225,9 @@ def test_labels_say_what_differs_and_are_never_alike(tmp_path: Path) -> None:
     assert labels(runs) == ["0: b=1 x", "1: b=2 x", "2: b=2 x", "3"]
     runs = [read_run(leave(tmp_path / f"r{i}", *each)) for i, each in enumerate(told)]
     assert labels(runs) == ["b=1 x", "b=2 x (r1)", "b=2 x (r2)", "r3"]
+    sweeps = [(n, x) for n in "AB" for x in ("hybrid", "async")]
+    runs = [read_run(leave(tmp_path / n / x[0], f"strategy={x}")) for n, x in sweeps]
+    assert labels(runs) == [f"{x} ({n}/{x[0]})" for n, x in sweeps]
     assert brief("++model.lr=0.0123456789") == "model.lr=0.01235"
     assert brief("seed=123456789") == "seed=123456789"
 

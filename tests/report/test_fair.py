@@ -120,6 +120,8 @@ def test_ratios_are_taken_seed_by_seed() -> None:
     assert times_as_much([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]) == spread([2.0] * 3)
     assert times_as_much([None, 1.0, None], [None, 1.0, None])["median"] == 1
     assert times_as_much([None] * 3, [1.0] * 3)["median"] is None
+    late = times_as_much([1.4] * 5, [1.0, 1.0, 1.0, None, None])
+    assert late["low"] == 0.0, "no ratio to a run that never reached it"
 
 
 def test_a_difference_is_real_where_the_interval_leaves_out_1() -> None:
@@ -223,6 +225,18 @@ def test_the_page_has_the_table_and_bands_and_survives_a_damaged_file(tmp_path: 
     (tmp_path / FAIR_FILE).write_text(json.dumps(content))
     assert "could not be read" in "".join(fair_of(tmp_path))
     assert not list(fair_of(tmp_path / "elsewhere"))
+
+
+def test_a_search_over_words_has_the_other_charts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    content = left(tmp_path)
+    search = [
+        {"strategy": n, "values": {"optimizer": x}, "best": 0.5}
+        for n in "ab"
+        for x in ("adam", "sgd")
+    ]
+    (tmp_path / FAIR_FILE).write_text(json.dumps(content | {"search": search}))
+    assert "".join(fair_of(tmp_path)).count("<figure>") == 2
 
 
 @pytest.mark.parametrize(("value", "mode"), [(176 / 180, "max"), (1 / 30, "min"), (2 / 3, "min")])

@@ -27,6 +27,7 @@ from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.hydra_config import assignments
 from hybridtrain.cli.sweep import job_launcher, job_process
 from hybridtrain.cli.sweep.search import JobSweeper, checked_job, combinations, space_of
+from hybridtrain.cli.sweep.side_by_side import Job
 from hybridtrain.cli.validation.config_checks import uses_optimizer
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report import fair, fair_page
@@ -222,8 +223,13 @@ class FairSweeper(JobSweeper):
             overrides = [*self.entries[x.strategy].overrides, *more, *own]
             made.append(self.launcher.job(overrides, int(x.folder), total))
         outcomes = self.launcher.run_all(made, self._see)
-        ends = [outcomes[job.number] for job in made]
-        return [replace(x, tested=e.metric, error=e.error) for x, e in zip(jobs, ends, strict=True)]
+        return [
+            self._ended(x, job, outcomes[job.number]) for x, job in zip(jobs, made, strict=True)
+        ]
+
+    def _ended(self, training: Training, job: Job, end: CommandOutcome) -> Training:
+        place = job.folder.relative_to(self.directory).as_posix()
+        return replace(training, folder=place, tested=end.metric, error=end.error)
 
     def _see(self, outcome: CommandOutcome) -> None:
         """End at the first job if it says that there is no such metric."""

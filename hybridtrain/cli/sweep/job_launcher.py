@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 import time
 import types
@@ -29,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.further_host import number_of_hosts
-from hybridtrain.cli.hydra_config import overrides_of
+from hybridtrain.cli.hydra_config import overrides_of, quoted
 from hybridtrain.cli.sweep import job_process, resumed
 from hybridtrain.cli.sweep.job_process import JobProcess, JobResources
 from hybridtrain.cli.sweep.side_by_side import Job, run_jobs
@@ -133,12 +134,19 @@ class ProcessLauncher(Launcher):
         """Compose the job with these overrides; ``more`` are not shown in tables."""
         if self.config.get("resume") is not None:  # the sweep's, not the job's
             overrides = [x for x in overrides if not x.startswith("resume=")]
+        config = self._composed(overrides, number)
+        if more:  # a directory that is named by the overrides is that of the job without these
+            place = quoted("hydra.sweep.subdir", config.hydra.sweep.subdir)
+            config = self._composed([*overrides, *more, place], number)
+        return Job(config, tuple(filter_overrides(overrides)), total)
+
+    def _composed(self, overrides: Sequence[str], number: int) -> DictConfig:
         loader = self.hydra_context.config_loader
-        config = loader.load_sweep_config(self.config, [*overrides, *more])
+        config: DictConfig = loader.load_sweep_config(self.config, [*overrides])
         with open_dict(config):
             config.hydra.job.id = f"job_{number}"
             config.hydra.job.num = number
-        return Job(config, tuple(filter_overrides(overrides)), total)
+        return config
 
     def left_of(self, jobs: Sequence[Job], outcomes: dict[int, CommandOutcome]) -> Iterator[Job]:
         """The jobs that have not finished before; adds to ``outcomes`` those that have."""
@@ -290,7 +298,7 @@ def leave_page(rows: Sequence[JobRow], directory: Path) -> str | None:
         compare([directory], directory)
     except (Exception, KeyboardInterrupt) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        again = f"python -m hybridtrain.compare {short(directory)}"
+        again = f"python -m hybridtrain.compare {shlex.quote(short(directory))}"
         to_stderr(f"no page that compares the jobs ({reason}); {again}")
         return None
     return short(directory / PAGE)

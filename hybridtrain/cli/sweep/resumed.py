@@ -1,8 +1,8 @@
 """``resume=auto`` and ``resume=DIR`` of a sweep: its finished jobs are kept, the others go on.
 
-A sweep writes ``sweep.json`` into its directory before its first job, and never changes it but for
-``finished`` at its end: so a kill or a full disk leaves it whole. How far a job has come is what
-``resume=`` of a single run goes by: its own ``summary.json`` and checkpoints.
+A sweep writes ``sweep.json`` into its directory before its first job, and changes it only where it
+is made longer, and for ``finished`` at its end: so a kill or a full disk leaves it whole. How far a
+job has come is what ``resume=`` of a single run goes by: its own ``summary.json`` and checkpoints.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _CONTENT = {
     "finished": bool,
     "format": int,
 }
+_RESUMING = ("resume", "resume_override")
 _PLACES = ("hydra.mode", "hydra.sweep.dir", "hydra.run.dir")
 
 
@@ -62,6 +63,13 @@ class Sweep:
     def by_key(self) -> dict[str, str]:
         """All options by their key, without those that name directories."""
         return {k: x for x in (*self.overrides, *self.hydra) if (k := key_of(x)) not in _PLACES}
+
+    def lengthened(self, lengths: dict[str, str]) -> Sweep:
+        """The same, unfinished, with these options by their key."""
+        own, hydra = ({key_of(x): x for x in each} for each in (self.overrides, self.hydra))
+        for key, text in lengths.items():
+            (hydra if key.startswith("hydra.") else own)[key] = text
+        return replace(self, overrides=[*own.values()], hydra=[*hydra.values()], finished=False)
 
 
 def read(directory: Path) -> Sweep:
@@ -81,10 +89,14 @@ def read(directory: Path) -> Sweep:
 
 
 def sign(directory: Path, config: DictConfig) -> None:
-    """Write ``sweep.json``, unless the sweep goes on. Raises UserError."""
-    if config.get("resume") is not None:
-        return
+    """Write ``sweep.json``; of a sweep that goes on, only how long it is now. Raises UserError."""
     given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    if config.get("resume") is not None:
+        former = read(directory)
+        now = {key_of(x): x for x in (*given["task"], *given["hydra"]) if key_of(x) in _LENGTHS}
+        if not now.items() <= former.by_key().items():
+            _write(directory, former.lengthened(now))
+        return
     folders = [str(each.absolute()) for each in hydra_config.MORE_DIRS]
     _write(directory, Sweep(given["task"], given["hydra"], folders))
 
@@ -118,7 +130,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     text = typed.pop("resume")
     if "resume_override" in typed:
         raise UserError("resume_override: a sweep goes on only with the options that it had")
-    if "," in str(values["resume"]):
+    if hydra_config.parse([text])[0].is_sweep_override():
         raise UserError(f"{text}: only one sweep, or one run at a time, can go on")
     if values["resume"] != AUTO:
         directory = Path(str(values["resume"]))
@@ -166,7 +178,7 @@ def _choosing(options: dict[str, str]) -> dict[str, str]:
     return {
         key.lstrip("+~"): text
         for key, text in options.items()
-        if key not in (*ASIDE, *_PLACES, *_LENGTHS)
+        if key not in (*_RESUMING, *_PLACES, *_LENGTHS)
         and (not key.startswith("hydra") or key.startswith(_SEARCH))
     }
 
@@ -177,9 +189,8 @@ def _going_on(directory: Path, former: Sweep, typed: dict[str, str]) -> list[str
         raise UserError(f"resume={directory}: {gone[0]} is gone; give --config-dir FOLDER")
     print(f"the sweep in {directory} goes on", flush=True)
     options = former.by_key() | {key.lstrip("+~"): text for key, text in typed.items()}
-    kept = [x for key, x in options.items() if key not in _PLACES and key not in ("resume", *ASIDE)]
-    aside = [text for key, text in typed.items() if key in ASIDE]
-    return [*kept, *aside, quoted("resume", directory), quoted("hydra.sweep.dir", directory)]
+    kept = [text for key, text in options.items() if key not in (*_RESUMING, *_PLACES)]
+    return [*kept, quoted("resume", directory), quoted("hydra.sweep.dir", directory)]
 
 
 # ---- its jobs -----------------------------------------------------------------------------------
@@ -227,4 +238,5 @@ def going_on(directory: Path) -> list[str]:
         path = newest([directory / "checkpoints"])
     name = path.name if path else "its beginning"
     print(f"{directory} goes on from {name}", flush=True)
-    return [quoted("resume", directory), *([] if path is None else [quoted("ckpt", path)])]
+    own = [] if path is None else [quoted("ckpt", path)]
+    return [quoted("resume", directory), "faults=null", *own]  # what went wrong has been tried

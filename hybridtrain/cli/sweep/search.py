@@ -121,8 +121,7 @@ class OptunaSweeper(JobSweeper):
         direction = self.direction or ("maximize" if task.mode == "max" else "minimize")
         try:
             study = self._study(directory, direction)
-            if self.storage is None:
-                _check_trials(study, directory)
+            _check_trials(study, directory)
             search = Search(study, space, self.sampler, _seed_of(study, self.seed), directory)
             search.prepare(self.n_trials)
             resumed.sign(directory, self.sweep_config)
@@ -160,7 +159,7 @@ class OptunaSweeper(JobSweeper):
 
         of: Any = optuna.pruners
         pruners = {"median": of.MedianPruner, "hyperband": of.HyperbandPruner, None: of.NopPruner}
-        own = STUDY if self.storage is None else str(directory)
+        own = STUDY if self.storage is None else str(directory.absolute())
         try:
             study = optuna.create_study(
                 storage=self._opened(directory),
@@ -293,9 +292,9 @@ def _check_trials(study: optuna.Study, directory: Path) -> None:
     if len(trials) < finished or lacking:
         lost = f"has no value of trial {lacking[0]}" if lacking else f"has {len(trials)} trials"
         raise UserError(
-            f"{short(directory / STUDY_FILE)} {lost}, but {short(directory / JOBS_FILE)} has "
-            f"{finished} finished jobs, which would run again; restore the file, or begin the "
-            "search anew in another hydra.sweep.dir"
+            f"the study {study.study_name} {lost}, but {short(directory / JOBS_FILE)} has "
+            f"{finished} finished jobs, which would run again; restore {STUDY_FILE}, or name the "
+            "storage and study as before; or begin anew in another hydra.sweep.dir"
         )
 
 
@@ -352,8 +351,6 @@ class Search:
             n_grid = self._enqueue_grid()
             n_trials = min(n_trials or n_grid, n_grid)
         self.n_trials = n_trials or DEFAULT_TRIALS
-        done = sum(x.state != self.states.FAIL for x in self.before)
-        self._to_ask = max(0, self.n_trials - done - len(self._left))
 
     def _enqueue_grid(self) -> int:
         """Every combination not yet tried waits; those that failed wait again."""
@@ -371,13 +368,21 @@ class Search:
 
         if self._left:
             return Trial(self.study, self._left.pop(0)._trial_id), True
-        if self._to_ask == 0:
+        if self._has_enough():
             return None
-        self._to_ask -= 1
         self.study.sampler = self._fresh_sampler(len(self.study.get_trials(deepcopy=False)))
         trial = self.study.ask(self.space)
         trial.set_user_attr("directory", self._here)
         return trial, False
+
+    def _has_enough(self) -> bool:
+        """Whether no trial is left to begin; other sweeps may ask the same study."""
+        trials = self.study.get_trials(deepcopy=False)
+        waiting = sum(x.state == self.states.WAITING for x in trials)
+        failed = sum(x.state == self.states.FAIL for x in self.before)  # others replace them
+        if self._sampler == "grid" and not waiting:
+            return True
+        return len(trials) - waiting - failed >= self.n_trials
 
     def _fresh_sampler(self, number: int) -> optuna.samplers.BaseSampler:
         from optuna import samplers
@@ -389,12 +394,16 @@ class Search:
 
 
 class LiveTable:
-    """The trials on a terminal, drawn anew whenever something has changed."""
+    """The trials on a terminal, drawn anew whenever something has changed.
+
+    Args:
+        sign: -1 where the study has reports with the other sign.
+    """
 
     ROWS = 12  # the last trials
 
-    def __init__(self) -> None:
-        self._n_lines = 0
+    def __init__(self, sign: float = 1.0) -> None:
+        self._sign, self._n_lines = sign, 0
 
     def draw(self, trials: Sequence[FrozenTrial], metric: str, best: FrozenTrial | None) -> None:
         """Replace the table by that of now."""
@@ -402,8 +411,9 @@ class LiveTable:
         lines = [f"job   state     {head}  reported  reports  values"]
         for trial in [x for x in trials if x.state.name != "WAITING"][-self.ROWS :]:
             last, told = trial.last_step, trial.intermediate_values
-            end = "-" if trial.value is None else charts.number(trial.value)
-            now = "-" if last is None else charts.number(told[last])
+            value = _metric_of(trial)
+            end = "-" if value is None else charts.number(value)
+            now = "-" if last is None else charts.number(self._sign * told[last])
             n_reports = 0 if last is None else last + 1
             values = " ".join(map(brief, assignments(trial.params)))
             row = f"{trial.number:<4}  {trial.state.name.lower():8}  {end:{len(head)}}"
@@ -438,7 +448,9 @@ class SearchRun:
         self._trials: dict[int, Trial] = {}
         self._mailboxes: dict[int, Mailbox] = {}
         self._pruned: dict[int, int] = {}  # job -> number of the report
-        self._shown = LiveTable() if launcher.at_once != 1 and sys.stdout.isatty() else None
+        self._shown: LiveTable | None = None
+        if launcher.at_once != 1 and sys.stdout.isatty():
+            self._shown = LiveTable(self._sign)
         self._measured = any(x.state == self._states.COMPLETE for x in search.before)
 
     def run(self) -> None:
@@ -461,9 +473,9 @@ class SearchRun:
         """The outcome of a trial that was finished before the search went on."""
         done = trial.state == self._states.COMPLETE
         why = "" if done else f"{trial.state.name.lower()} before the search went on"
-        folder = short(self._search.directory / str(trial.number))
-        failed = trial.state == self._states.FAIL
-        return CommandOutcome(int(failed), trial.value, why or None, folder)
+        folder = short(self._job(trial).folder)
+        # Another trial replaces one that had failed, which would else count for ever.
+        return CommandOutcome(0, _metric_of(trial), why or None, folder)
 
     def _jobs(self) -> Iterator[Job]:
         from hybridtrain.cli.sweep.reports import Mailbox  # it imports Lightning
@@ -560,13 +572,18 @@ class SearchRun:
             "best": None if best is None else best.number,
             "importance": _importance(self._study),
             "trials": [
-                {"number": x.number, "state": x.state.name.lower(), "value": x.value}
+                {"number": x.number, "state": x.state.name.lower(), "value": _metric_of(x)}
                 | {"params": x.params}
                 for x in trials
                 if x.state.is_finished()
             ],
         }
         write_whole(self._search.directory / SEARCH_FILE, as_json(content).encode())
+
+
+def _metric_of(trial: FrozenTrial) -> float | None:
+    """The metric; Optuna gives a pruned trial its last report as its value."""
+    return trial.value if trial.state.name == "COMPLETE" else None
 
 
 def _importance(study: optuna.Study) -> dict[str, float]:

@@ -20,9 +20,10 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from hybridtrain.cli.hydra_config import placed
 from hybridtrain.lightning.data.batch_size import samples_in
 from hybridtrain.lightning.hooks.loop_hooks import callback_metrics, logged_step
-from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.run_context import checkpoints_of, strategy_of
 from hybridtrain.report.history import KNOWN, History
 from hybridtrain.util.files import write_whole
 from hybridtrain.util.option_types import NotNegative, typed
@@ -319,6 +320,22 @@ class RunMonitor(pl.Callback):
         counts = getattr(strategy, "saved_counts", None)
         counted = self._counted(trainer) if counts is None else counts()
         checkpoint["callbacks"][self.state_key][TOTAL] = self._since_beginning(counted)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Let callbacks find their files in a run's directory that has moved."""
+        states = checkpoint.get("callbacks") or {}
+        if self.directory is None or not self.resumes:
+            return
+        now = str(self.directory.absolute())
+        for callback in checkpoints_of(trainer):
+            here, then = str(callback.dirpath), states.get(callback.state_key, {}).get("dirpath")
+            inner = here.removeprefix(now)
+            if here != inner and then not in (None, here) and str(then).endswith(inner):
+                former = str(then).removesuffix(inner)
+                checkpoint["callbacks"] = placed(states, self.directory.absolute(), former)
+                return
 
     def _since_beginning(self, counted: Mapping[str, float]) -> dict[str, int]:
         return {name: n + round(counted[name]) for name, n in self._total.items()}

@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain.cli.exit_status import FAILED
+from hybridtrain.cli.hydra_config import resuming
 from hybridtrain.cli.telemetry.monitor import STATS_FILE, VALIDATED, RunMonitor, RunStats
 from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.monitoring.watchdog import Slow, slow_worker, to_stderr
@@ -192,7 +193,7 @@ def _resumed(summary: Summary) -> str:
 def _resume_command(summary: Summary, directory: Path) -> str:
     if summary.exit == 0 or summary.checkpoint is None:
         return ""
-    return f"python -m hybridtrain resume={shlex.quote(short(directory))}"
+    return f"python -m hybridtrain {resuming(short(directory))}"
 
 
 def _effective_batch(summary: Summary) -> str:

@@ -25,7 +25,7 @@ from hybridtrain.protocol.messages import (
 )
 from hybridtrain.protocol.spans import positions, shares_of, total
 from hybridtrain.server.server import Server
-from hybridtrain.updates.groups import Groups, Members
+from hybridtrain.updates.groups import Groups, Members, merged
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.optimizer_set import Optimizers, Stepped
 from hybridtrain.worlds.virtual.training_task import (
@@ -125,7 +125,8 @@ class EpochSource:
         self._epoch = 0
         self._step = [0] * len(table.sizes)  # of each worker, in the epoch
         self._ended: set[int] = set()  # workers without mini-batches left in the epoch
-        self._groups: Groups | None = None  # changed hyper-parameters, for the next push
+        self._groups: Groups | None = None  # hyper-parameters that have changed
+        self._untold: set[int] = set()  # workers whose next push is to have them
         self._version = 0
 
     # ---- mini-batches ---------------------------------------------------------------------------
@@ -189,15 +190,17 @@ class EpochSource:
     # ---- schedules ------------------------------------------------------------------------------
 
     def _hear(self, changed: Groups | None) -> None:
-        if changed is not None and self._replicas is not None:
-            self._groups = self._replicas.tell(changed) or self._groups
+        groups = self._replicas.tell(changed) if changed and self._replicas is not None else None
+        if groups is not None:
+            self._groups = merged(self._groups, groups)
+            self._untold = {*range(len(self._step))}
 
-    def told(self, push: Push) -> Push:
-        """The push, with changed hyper-parameters for the server."""
-        if self._groups is None:
+    def told(self, worker: int, push: Push) -> Push:
+        """The worker's push, with changed hyper-parameters for the server."""
+        if worker not in self._untold:
             return push
-        groups, self._groups = self._groups, None
-        return replace(push, changes=Changes(groups))
+        self._untold.discard(worker)
+        return replace(push, changes=Changes(self._groups))
 
     def updated(self, version: int) -> None:
         """Advance the schedules to ``version`` updates."""

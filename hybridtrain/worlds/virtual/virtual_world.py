@@ -400,7 +400,7 @@ class VirtualWorld:
                 self._take(worker)
             return
         if made is not None:
-            said = made if self._source is None else self._source.told(made)
+            said = made if self._source is None else self._source.told(worker, made)
             later = self._on_its_own.offers(worker, said)
             self._arrive(worker, said) if at_once else self._say(worker, said, at_s)
             if not later:
