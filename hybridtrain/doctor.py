@@ -118,7 +118,7 @@ def machine(config: DictConfig, host: int) -> list[Finding]:
         _versions(host),
         _cores(host, n_workers if on_cpu else 0),
         *_memory(host),
-        _gpus(host, accelerator),
+        _gpus(host, accelerator, devices),
     ]
 
 
@@ -155,13 +155,16 @@ def _cores(host: int, n_workers: int) -> Finding:
     return _finding(host, "cores", found, advice)
 
 
-def _gpus(host: int, accelerator: str) -> Finding:
+def _gpus(host: int, accelerator: str, devices: Any) -> Finding:
     there, built, advice = gpus(), torch.version.cuda, ""
     wanted = accelerator in ("gpu", "cuda")
+    n_devices = devices if type(devices) is int else 1
     if there and built is None and accelerator != "cpu":
         advice = "this torch has no CUDA; install a build that has, or trainer.accelerator=cpu"
     elif wanted and not there:
         advice = "trainer.accelerator=cpu, or see that nvidia-smi shows them"
+    elif wanted and n_devices > len(there):
+        advice = f"trainer.devices={n_devices} was given; give {len(there)}, or workers_per_device"
     found = ", ".join(f"{each.n_bytes / _GIB:.0f} GiB" for each in there) or "none"
     return _finding(host, "GPUs", found + (f" (CUDA {built})" if built else ""), advice, wanted)
 

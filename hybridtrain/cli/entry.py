@@ -16,7 +16,16 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.cli import claim, explain, further_host, hydra_config, key, new, resume
+from hybridtrain.cli import (
+    claim,
+    config_values,
+    explain,
+    further_host,
+    hydra_config,
+    key,
+    new,
+    resume,
+)
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
 from hybridtrain.cli.quiet import hush
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
@@ -100,7 +109,7 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
     def task(cfg: DictConfig) -> CommandOutcome:
         # Without Hydra's callbacks the directory is not claimed yet.
         claim.claim_or_refuse(Path(str(cfg.run_dir)), "hydra.run.dir")
-        overrides = hydra_config.overrides_of(HydraConfig.get())
+        overrides = config_values.overrides_of(HydraConfig.get())
         results.append(guarded(lambda: _run(cfg, overrides), overrides))
         return results[-1]
 
@@ -153,7 +162,7 @@ def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
     for words in job_launcher.LAST_WORDS:
         print(words, flush=True)
     if outcome.exit >= 128:
-        again = hydra_config.resuming(short(job_launcher.DIRECTORY[0]))
+        again = config_values.resuming(short(job_launcher.DIRECTORY[0]))
         print(f"\nbroken off; to go on: python -m hybridtrain -m {again}", flush=True)
     if outcome.exit == 0 and (failed := len(job_launcher.ROWS) - len(done)):
         return CommandOutcome(FAILED, error=f"{failed} of {len(job_launcher.ROWS)} jobs failed")

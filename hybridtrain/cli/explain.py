@@ -20,7 +20,7 @@ from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridtrain.cli import hydra_config
+from hybridtrain.cli import config_values, hydra_config
 from hybridtrain.errors import AT_LIMIT, UserError
 from hybridtrain.options import strategy_arguments
 from hybridtrain.util.option_types import hint, shown
@@ -155,7 +155,7 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
     parsed: list[Override] = []
     for text in overrides:
         try:
-            parsed += hydra_config.parse([text])
+            parsed += config_values.parse([text])
         except HydraException:
             line = f"cannot read {shown(text)}: write key=value, for example trainer.devices=4"
             raise UserError(line) from None

@@ -6,28 +6,23 @@ The configuration files are in ``conf``: beside the package in a checkout, insid
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 import hybridtrain
+from hybridtrain.cli.config_values import in_quotes, parse, quoted
 from hybridtrain.errors import UserError
 
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
 MORE_DIRS: list[Path] = []  # of the command line: --config-dir
-RUN_DIR = "{run_dir}"  # stands for the run's directory, which is another one in a replay
 
 
 def conf_dir() -> Path:
@@ -71,17 +66,6 @@ def register() -> None:
     OmegaConf.register_new_resolver(
         "unique_id", lambda: uuid.uuid4().hex[:4], use_cache=True, replace=True
     )
-
-
-def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides by Hydra's grammar; raises Hydra's OverrideParseException."""
-    return OverridesParser.create().parse_overrides(list(overrides))
-
-
-def overrides_of(job: Any) -> list[str]:
-    """The overrides of a job (Hydra's node), in whose texts OmegaConf sees interpolations."""
-    content: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
-    return [str(text) for text in content]
 
 
 def groups() -> dict[str, list[str]]:
@@ -161,76 +145,5 @@ def _quoted_path(text: str) -> str:
         return text
     each = value.split(",")
     if key == "ckpt" and all(x.endswith(".ckpt") for x in each):
-        return f"ckpt={','.join(map(_in_quotes, each))}"
+        return f"ckpt={','.join(map(in_quotes, each))}"
     return quoted(key, value)
-
-
-def quoted(key: str, value: object) -> str:
-    """An override, its value quoted for Hydra."""
-    return f"{key}={_in_quotes(str(value))}"
-
-
-def _in_quotes(text: str) -> str:
-    """Hydra takes a backslash for one, but in front of a quote."""
-    escaped = re.sub(r"(\\*)('|$)", lambda x: 2 * x[1] + ("\\'" if x[2] else ""), text)
-    return f"'{escaped}'"
-
-
-def assignments(values: Mapping[str, object]) -> list[str]:
-    """Overrides that give each key its value, which is not quoted."""
-    return [f"{key}={value}" for key, value in values.items()]
-
-
-def resuming(directory: str) -> str:
-    """The option, as it is typed in a shell."""
-    plain = f"resume={directory}"
-    try:
-        (read,) = parse([plain])
-        if not read.is_sweep_override() and read.value() == directory == shlex.quote(directory):
-            return plain
-    except Exception:  # Hydra's
-        pass
-    return shlex.quote(quoted("resume", directory))
-
-
-# ---- configurations as plain values -------------------------------------------------------------
-
-
-def portable(cfg: DictConfig) -> dict[str, Any]:
-    """The resolved configuration, with a placeholder for the run's directory."""
-    copy = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    OmegaConf.set_struct(copy, False)
-    copy.run_dir = RUN_DIR
-    content: Any = OmegaConf.to_container(copy, resolve=True)
-    return {str(key): value for key, value in content.items()}
-
-
-def placed(content: Any, run_dir: Path, former: str = RUN_DIR) -> Any:
-    """Keys and values with ``run_dir`` for the placeholder, or for another run's directory."""
-    match content:
-        case dict():
-            pairs = content.items()
-            return {placed(k, run_dir, former): placed(v, run_dir, former) for k, v in pairs}
-        case list():
-            return [placed(value, run_dir, former) for value in content]
-        case str():
-            return content.replace(former, os.fspath(run_dir))
-    return content
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-ABSENT = _Absent()
-
-
-def changed_keys(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two configurations differ: key, value then, value now; ``ABSENT``: there is none."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in sorted({*then, *now}):
-            inner = f"{path}.{key}" if path else str(key)
-            yield from changed_keys(then.get(key, ABSENT), now.get(key, ABSENT), inner)
-    elif then != now:
-        yield path, then, now

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from rich.table import Table
 
+from hybridtrain.cli.config_values import changed_keys, placed
 from hybridtrain.cli.explain import explain, naming_keys, one_line
-from hybridtrain.cli.hydra_config import changed_keys, conf_dir, placed
+from hybridtrain.cli.hydra_config import conf_dir
 from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.resume import configuration
 from hybridtrain.cli.run import Parts, build, hash_of_checkpoint

@@ -19,10 +19,10 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 import hybridtrain
-from hybridtrain.cli import hydra_config
+from hybridtrain.cli import config_values, hydra_config
 from hybridtrain.cli.claim import attempt, claim, release, started_by_a_run
+from hybridtrain.cli.config_values import ABSENT, changed_keys, placed, portable, quoted
 from hybridtrain.cli.further_host import place_in
-from hybridtrain.cli.hydra_config import ABSENT, changed_keys, placed, portable, quoted
 from hybridtrain.cli.sweep.job_process import is_job
 from hybridtrain.cli.validation.host_checks import check_files, check_owner
 from hybridtrain.errors import UserError
@@ -81,7 +81,7 @@ def typed_values(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, An
     A rank of a run, and a job of a sweep, get overrides that are expanded already.
     """
     try:
-        parsed = hydra_config.parse(overrides)
+        parsed = config_values.parse(overrides)
     except Exception:  # Hydra reports it
         return None
     if started_by_a_run() or is_job():
@@ -194,7 +194,7 @@ def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str
             "trainer.max_epochs=N resume_override=true"
         )
     path = newest_of_run(directory)
-    begins = [x for x in overrides if hydra_config.parse([x])[0].key_or_group == "ckpt"]
+    begins = [x for x in overrides if config_values.parse([x])[0].key_or_group == "ckpt"]
     begin = path.name if path is not None else (begins or ["its beginning"])[0]
     print(f"{directory} goes on from {begin}", flush=True)
     more = [quoted("resume", directory.absolute()), quoted("hydra.run.dir", directory)]
@@ -223,7 +223,7 @@ def _merged(directory: Path, typed: dict[str, str]) -> list[str]:
     try:
         if not isinstance(content, list):
             raise TypeError("it is empty, or a mapping")
-        former = {hydra_config.parse([text])[0].key_or_group: text for text in content}
+        former = {config_values.parse([text])[0].key_or_group: text for text in content}
     except Exception as error:  # no list, no texts, Hydra's
         raise UserError(
             f"{path} is damaged: it is no list of options; restore it, or begin a new run"
@@ -248,7 +248,7 @@ def _own_job_options(directory: Path) -> dict[str, str]:
 def _is_own_checkpoint(former: dict[str, str]) -> bool:
     """Whether ``ckpt`` was set when the run was resumed, in a directory that may have moved."""
     given = [former[key] for key in ("resume", "ckpt") if key in former]
-    paths = [Path(str(_value(each))) for each in hydra_config.parse(given)]
+    paths = [Path(str(_value(each))) for each in config_values.parse(given)]
     return len(paths) == 2 and paths[1].is_relative_to(paths[0])
 
 
@@ -284,7 +284,7 @@ def sign(directory: Path, goes_on: bool) -> None:
 
     ``goes_on``: the run has been begun before; else all checkpoints there are another run's.
     """
-    former = former_checkpoints(directory)
+    former = _former(directory)
     if not goes_on:
         found = _checkpoints(_folders(directory))
         former = {str(path): path.stat().st_mtime_ns for path in found}
@@ -292,7 +292,7 @@ def sign(directory: Path, goes_on: bool) -> None:
     write_whole(directory / RUN_FILE, json.dumps(said).encode() + b"\n")
 
 
-def former_checkpoints(directory: Path) -> dict[str, Any]:
+def _former(directory: Path) -> dict[str, Any]:
     """The times in ns of the checkpoints that a run found in its directory, by their paths."""
     found = read_mapping(directory / RUN_FILE, []).get("former")
     return found if isinstance(found, dict) else {}
@@ -383,7 +383,12 @@ def _with_text_of_hydra(content: Any) -> Any:
 
 def newest_of_run(directory: Path) -> Path | None:
     """The newest whole checkpoint in the directories of the run's callbacks."""
-    return newest(_folders(directory), former_checkpoints(directory))
+    return newest(_folders(directory), _former(directory))
+
+
+def newest_in(directory: Path) -> Path | None:
+    """The newest whole checkpoint in the usual place, whatever the configuration says."""
+    return newest([directory / "checkpoints"], _former(directory))
 
 
 def _folders(directory: Path) -> set[Path]:

@@ -41,6 +41,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.cli.claim import check_kept, started_by_a_run
+from hybridtrain.cli.config_values import overrides_of, portable
 from hybridtrain.cli.exit_status import (
     BAD_INPUT,
     FAILED,
@@ -51,9 +52,8 @@ from hybridtrain.cli.exit_status import (
 )
 from hybridtrain.cli.explain import naming_keys
 from hybridtrain.cli.further_host import place_in, quiet
-from hybridtrain.cli.hydra_config import overrides_of, portable
 from hybridtrain.cli.quiet import hush_lightning
-from hybridtrain.cli.resume import former_checkpoints, newest, sign
+from hybridtrain.cli.resume import newest_in, sign
 from hybridtrain.cli.sweep import job_process, reports
 from hybridtrain.cli.telemetry import summary
 from hybridtrain.cli.telemetry.monitor import STATS_FILE, RunMonitor, RunStats, up_to_date
@@ -495,8 +495,7 @@ def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: CommandOutcome) -
     if cfg.test_only:
         return str(cfg.ckpt)
     best = best_checkpoint(trainer) if outcome.exit == 0 else None
-    directory = Path(cfg.run_dir)
-    path = best or newest([directory / "checkpoints"], former_checkpoints(directory))
+    path = best or newest_in(Path(cfg.run_dir))
     return None if path is None else str(path)
 
 

@@ -18,12 +18,13 @@ from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.hooks.trainer_hooks import give_module
 from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.protocol.messages import Clip
 
-MakeLesson = Callable[[int], ModuleTask]  # number of workers -> a fresh task
+MakeLesson = Callable[[int, Requirements], ModuleTask]  # for so many workers; a fresh task
 
 
 def lessons(overrides: Sequence[str]) -> MakeLesson:
@@ -46,9 +47,9 @@ def lessons(overrides: Sequence[str]) -> MakeLesson:
             )
         check_targets(cfg)
 
-    def make(workers: int) -> ModuleTask:
+    def make(workers: int, requirements: Requirements) -> ModuleTask:
         with _explained(overrides):
-            return _lesson(cfg, workers)
+            return _lesson(cfg, workers, requirements)
 
     return make
 
@@ -76,7 +77,7 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
         raise UserError(line) from error
 
 
-def _lesson(cfg: DictConfig, workers: int) -> ModuleTask:
+def _lesson(cfg: DictConfig, workers: int, requirements: Requirements) -> ModuleTask:
     seed = 0 if cfg.seed is None else int(cfg.seed)
     pl.seed_everything(seed, workers=False, verbose=False)
     module = instantiate(cfg.model, _convert_="all")
@@ -84,7 +85,8 @@ def _lesson(cfg: DictConfig, workers: int) -> ModuleTask:
     trainer = VirtualTrainer(workers)
     most = cfg.trainer.max_epochs
     epochs = math.inf if most is None or most < 0 else most
-    return ModuleTask(module, trainer, _loader(module, data, trainer), seed, _clip(cfg), epochs)
+    loader = _loader(module, data, trainer)
+    return ModuleTask(module, trainer, loader, seed, _clip(cfg), epochs, requirements)
 
 
 def _loader(module: Any, data: Any, trainer: VirtualTrainer) -> Any:

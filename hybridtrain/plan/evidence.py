@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -57,6 +57,7 @@ class Target:
 
     metric: str
     value: float
+    mode: str | None = None  # ``min`` or ``max``; None: as the run's task says, or its values go
 
     def __str__(self) -> str:
         return f"{self.metric}:{self.value:g}"
@@ -112,17 +113,26 @@ class Evidence:
     def reached(self, target: Target) -> Reached | None:
         """Between which two validations the run reached the target; ``None``: it never did."""
         samples, values = self.run.curve.points("samples", target.metric)
-        falls = self._falls(target.metric, values)
+        falls = self.falls(target)
         for number, value in enumerate(values):
             if value <= target.value if falls else value >= target.value:
                 return samples[number - 1] if number else 0.0, samples[number]
         return None
 
-    def _falls(self, metric: str, values: Sequence[float]) -> bool:
-        """Whether less is better: as the task says, or else as the values go."""
-        if self.run.config.get("task.monitor") == metric:
+    def falls(self, target: Target) -> bool | None:
+        """Whether less is better: as it is said, as the task says, or as the values go to it.
+
+        ``None``: it cannot be told, for example of one value.
+        """
+        if target.mode is not None:
+            return target.mode == "min"
+        if self.run.config.get("task.monitor") == target.metric:
             return bool(self.run.config.get("task.mode") == "min")
-        return bool(values) and values[-1] < values[0]
+        _, values = self.run.curve.points("samples", target.metric)
+        if len(values) < 2:
+            return None
+        goes = {x < values[0] for x in (values[-1], target.value) if x != values[0]}
+        return goes.pop() if len(goes) == 1 else None
 
 
 def evidence(folder: Path) -> Evidence:
@@ -253,8 +263,24 @@ def check_alike(runs: Sequence[Evidence]) -> None:
                 )
 
 
-def check_target(runs: Sequence[Evidence], target: Target) -> None:
-    """Raises ``UserError`` unless a run has logged the metric, and no run's samples go back."""
+def directed(runs: Sequence[Evidence], target: Target) -> Target:
+    """The target with its direction.
+
+    Raises:
+        UserError: if no run has logged the metric, some run's samples go back, or neither the runs
+            nor the target say whether less is better.
+    """
+    _check_target(runs, target)
+    falls = {each.falls(target) for each in runs} - {None}
+    if len(falls) != 1:
+        raise UserError(
+            f"target={target} was given, and the runs do not say whether less of it is better "
+            f"(their task.monitor is another metric); give target={target}:min, or {target}:max"
+        )
+    return replace(target, mode="min" if falls.pop() else "max")
+
+
+def _check_target(runs: Sequence[Evidence], target: Target) -> None:
     curves = [each.run.curve for each in runs]
     known = sorted({m for x in curves for m in x.metrics if x.points("samples", m)[1]})
     if target.metric not in known:

@@ -18,7 +18,7 @@ Options (several values: separated by commas, where it says so):
                       Default: the first run's own
   strategy=NAME,...   strategies, with their options behind colons (backup:k=3, local_sgd:every=32).
                       Default: hybrid,backup,k_async,k_batch_async,ssp,async,local_sgd
-  target=METRIC:X     a validation metric that is to reach X: val/wer:0.1
+  target=METRIC:X     a validation metric that is to reach X: val/wer:0.1, or val/wer:0.1:min
   cores=N             of each host (default: as in the run)
   network.latency_s=X         of a message between hosts, one way, where hosts says nothing else
   network.bandwidth=X         bytes per second of each host's link
@@ -35,6 +35,7 @@ What to write:
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ from hybridtrain.plan.evidence import (
     Target,
     best_of,
     check_alike,
-    check_target,
+    directed,
     evidence,
 )
 from hybridtrain.plan.prediction import Layout, Plan, PlanRow
@@ -136,22 +137,24 @@ def parse(arguments: Sequence[str]) -> tuple[Given, Plan]:
     runs = [evidence(Path(folder)) for folder in given["run"].split(",")]
     check_alike(runs)
     if target is not None:
-        check_target(runs, target)
+        target = directed(runs, target)
     if layouts is None:
         layouts = [layout(f"1x{runs[0].seen.n_workers}", given)]
     return given, Plan(runs, strategies, layouts, target, usable_cores())
 
 
 def target_of(text: str) -> Target:
-    """``val/wer:0.1``."""
-    metric, separator, value = text.rpartition(":")
+    """``val/wer:0.1``, ``val/wer:0.1:min``."""
+    found = re.fullmatch(r"(.*?)(?::(min|max))?", text, re.DOTALL)
+    assert found is not None, "it fits all texts"
+    metric, separator, value = found[1].rpartition(":")
     number = value_of(value)
     if not metric or not separator or not (is_number(number) and abs(number) < MOST):
         raise UserError(
             f"target={text} was given; say target=METRIC:X, a logged metric and the value that is "
-            "to be reached, a finite number: target=val/wer:0.1"
+            "to be reached, a finite number: target=val/wer:0.1 (or val/wer:0.1:min, :max)"
         )
-    return Target(metric, float(number))
+    return Target(metric, float(number), found[2])
 
 
 def layout(text: str, given: Given) -> Layout:

@@ -47,7 +47,7 @@ from hybridtrain.plan.evidence import (
     nearest,
 )
 from hybridtrain.plan.timing import Draw, TimingRun
-from hybridtrain.policies import make_policy
+from hybridtrain.policies import Needs, make_policy
 from hybridtrain.recording.observed import Observed
 from hybridtrain.simulate.simulations import StrategySpec
 from hybridtrain.updates.named import UpdateSpec
@@ -227,7 +227,7 @@ def _run(
     contributions = _contributions(plan, spec, n, steps := fmean(sizes))
     times, needs = _times(source, layout), policy.begin(n)
     same = _as_recorded(source, layout) and spec.label == source.strategy
-    longer = None if same else _contention(plan, source, layout, needs.whole_rounds)
+    longer = None if same else _contention(plan, source, layout, needs)
     own = exchange.parameters == "own" and source.parameters != "own"
     own_step_s = seen.update_s if own else 0.0  # else it is in the times
     added_s = between_s, own_step_s
@@ -237,6 +237,7 @@ def _run(
     timing = TimingRun(
         *(policy, exchange, draws, network, _update_s(source, needs.gathers), epoch),
         longer=longer,
+        slower=layout.slower,
         row_bytes=_row_bytes(spec, exchange, seen.size_bytes),
     )
     if timing.requirements.watches_loss or timing.requirements.evaluates:
@@ -323,7 +324,7 @@ def _factors(source: Evidence, layout: Layout) -> Mapping[int, float]:
 
 
 def _contention(
-    plan: Plan, source: Evidence, layout: Layout, whole_rounds: bool
+    plan: Plan, source: Evidence, layout: Layout, needs: Needs
 ) -> Callable[[int], float]:
     """Times as long as recorded, where so many workers of all hosts begin together."""
     usual_s, threads, n_before = source.ordinary_s, source.threads, source.seen.n_workers
@@ -337,8 +338,10 @@ def _contention(
             own_s = part_s  # all else was waiting for a core
         elif source.gathers > 0.9 * n_before:  # in lock-step
             own_s = max(part_s, usual_s - part_s * (n_before * threads / recorded - 1))
-    now, then = (_memory_factor(source, n, whole_rounds) for n in (layout.each, n_before))
-    cores, asked = layout.cores or recorded, cpu_s / own_s  # of a worker, on average
+    each = (layout.each, n_before)
+    now, then = (_memory_factor(source, n, needs.whole_rounds) for n in each)
+    # Of a worker on average; of those that take turns, one computes.
+    cores, asked = layout.cores or recorded, 0.0 if needs.turns else cpu_s / own_s
 
     def longer(together: int) -> float:
         here = min(layout.each, -(-together // layout.hosts))

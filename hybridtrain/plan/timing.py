@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -140,6 +140,7 @@ class TimingRun:
         update_s: of an update.
         epoch: mini-batches after which all workers meet; ``None``: they never do.
         longer: of so many workers that begin at the same time, how many times as long each takes.
+        slower: workers on slower devices, which are ``longer`` by no more seconds than others.
         row_bytes: of a contribution; ``None``: as many as the parameters have.
 
     Raises:
@@ -156,8 +157,10 @@ class TimingRun:
         epoch: int | None = None,
         longer: Callable[[int], float] | None = None,
         row_bytes: int | None = None,
+        slower: Mapping[int, float] | None = None,
     ) -> None:
         n = len(draws)
+        self._shares = [1 / (slower or {}).get(worker, 1.0) for worker in range(n)]
         self._longer, self._factor, self.factors = longer, 1.0, 0.0
         self._policy, self._draws, self.update_s = policy, draws, update_s
         self.requirements: Requirements = begin_policy(policy, exchange, n)
@@ -222,7 +225,8 @@ class TimingRun:
                 return
         self._asked.discard(worker)
         self.network_s += at_s - self.now_s + self._own_s
-        end_s = at_s + self._draws[worker]() * self._factor
+        longer = 1 + (self._factor - 1) * self._shares[worker]
+        end_s = at_s + self._draws[worker]() * longer
         self.factors += self._factor
         heapq.heappush(self._due, (end_s + self._own_s, worker, LEFT))
 

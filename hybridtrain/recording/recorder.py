@@ -189,18 +189,19 @@ class RecordingServer(Server):
 
     def _asked(self, worker: int, request: Request | Note, now_s: float) -> None:
         waited_s = request.waited_s if isinstance(request, Push) else 0.0
-        own_s, samples = self._own.stops(worker, now_s - waited_s), 0.0
+        own_s, samples = self._own.stops(worker, now_s - waited_s), [0.0]
         if waited_s:
             self._writer.event(WAITED, worker, 0, now_s, waited_s, 0.0)
         if isinstance(request, Push):
             former = request.former if isinstance(request, MadeStep) else ()
             together = (*former, request)  # one message, several mini-batches
-            own_s, samples = own_s / len(together), sum(map(samples_of, together))
+            own_s, samples = own_s / len(together), [*map(samples_of, together)]
         self._rows = GradientRows.of(self.store, self._rows)
         seen, kind = checksum_of(request, worker, self._rows), name_of(request)
         if self._log is not None and isinstance(request, MadeStep):
-            kind, own_s, samples = TOLD, 0.0, 0.0  # its parts are recorded
-        self._writer.event(kind, worker, seen, now_s, own_s, samples)
+            kind, own_s, samples = TOLD, 0.0, [0.0]  # its parts are recorded
+        for each in samples:
+            self._writer.event(kind, worker, seen, now_s, own_s, each)
 
     def _happened(self, event: Event, now_s: float) -> None:
         match event:

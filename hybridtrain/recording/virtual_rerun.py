@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.protocol.events import Completed, Event, Received, Removed, TimerExpired
-from hybridtrain.protocol.messages import NOTES, Average, Push
+from hybridtrain.protocol.messages import NOTES, Answer, Average, Push, Stop
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended
@@ -55,6 +55,7 @@ class Rehearsal:
         self._arriving: list[tuple[float, int, int, Word]] = []  # time, worker, a number, message
         self._said = 0
         self._averaged: set[int] = set()  # workers whose next push takes no further computation
+        self._waiting: set[int] = set()  # workers whose message has arrived, for an answer
         stamp.stand(0.0)
 
     def run(self, bodies: Sequence[Body]) -> list[Any]:
@@ -71,6 +72,9 @@ class Rehearsal:
                 self._step()
         finally:
             self._world.close()
+        if self._waiting:
+            names = ", ".join(map(str, sorted(self._waiting)))
+            raise UserError(f"under this policy workers ({names}) wait for others that never come")
         return [self._world.result(worker) for worker in range(len(bodies))]
 
     def _step(self) -> None:
@@ -85,6 +89,8 @@ class Rehearsal:
             self._end(worker, said.error)
             return
         assert not isinstance(said, MadePush), "here the server makes all updates"
+        if not isinstance(said, NOTES):
+            self._waiting.add(worker)
         self._on(Received(worker, said))
         if isinstance(said, NOTES):  # it waits for no answer
             self._go_on(worker)
@@ -100,8 +106,11 @@ class Rehearsal:
     def _on(self, event: Event) -> None:
         replies = self._server.on(event)
         self._world.answer(replies)
-        for worker, _ in replies:
-            self._go_on(worker)
+        for worker, reply in replies:
+            answers = isinstance(reply, Answer) or (isinstance(reply, Stop) and reply.now)
+            if answers and worker in self._waiting:  # else it reads the news with its next answer
+                self._waiting.discard(worker)
+                self._go_on(worker)
 
     def _go_on(self, worker: int) -> None:
         """Run the worker to its next message, and schedule when that arrives."""

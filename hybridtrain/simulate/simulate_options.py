@@ -9,7 +9,7 @@ from re import fullmatch
 from typing import Annotated, Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import make_exchange
+from hybridtrain.exchanges import Requirements, make_exchange
 from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.protocol.messages import Visits
 from hybridtrain.recording import service_times
@@ -52,8 +52,8 @@ OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("data_shards", "data_visit", "epoch"), Positive),
     **dict.fromkeys(("seed", "parameters"), Natural),
     **dict.fromkeys(("compute.shift", "compute.alpha", "compute.sigma"), float),
-    **dict.fromkeys(("compute.mean_s", "compute.seconds_per_step", "slower"), Above0),
-    **dict.fromkeys(("seconds", *BANDWIDTHS), _Time),
+    **dict.fromkeys(("seconds", "compute.mean_s", "compute.seconds_per_step", "slower"), Above0),
+    **dict.fromkeys(BANDWIDTHS, _Time),
     **dict.fromkeys(("network.latency_s", "update_s"), NotNegative),
     **dict.fromkeys(("interrupt", "foresight"), bool),
 }
@@ -234,8 +234,8 @@ def _train(given: Given, overrides: Sequence[str]) -> Train | None:
 
     make = lessons([*overrides, f"seed={given.get('seed', 0)}"])
 
-    def train(workers: int) -> tuple[Task, MakeOptimizer]:
-        lesson = make(workers)
+    def train(workers: int, requirements: Requirements) -> tuple[Task, MakeOptimizer]:
+        lesson = make(workers, requirements)
         return lesson, lesson.make_optimizer
 
     return train

@@ -6,12 +6,20 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import ExchangeSpec, evaluates, exchange_of, make_exchange
+from hybridtrain.exchanges import (
+    ExchangeSpec,
+    Requirements,
+    begin_policy,
+    evaluates,
+    exchange_of,
+    make_exchange,
+)
 from hybridtrain.policies import make_policy
 from hybridtrain.server.timeline import Timeline
 from hybridtrain.updates.named import UpdateSpec, make_update
@@ -22,7 +30,7 @@ from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
 # Number of workers -> a fresh task, and a function that makes its optimizer.
-Train = Callable[[int], tuple[Task, MakeOptimizer]]
+Train = Callable[[int, Requirements], tuple[Task, MakeOptimizer]]
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,9 @@ def _world(
             )
         return make(conditions=plan.conditions, epoch=plan.epoch), math.inf
     exchange = plan.exchange if spec.exchange is None else spec.exchange
-    task, optimizer = plan.train(workers)
+    exchanged = exchange_of(policy) if exchange is None else make_exchange(exchange)
+    wants = begin_policy(deepcopy(policy), exchanged, workers)
+    task, optimizer = plan.train(workers, wants)
     size_bytes = sum(value.numel() * value.element_size() for value in task.parameters())
     network = replace(plan.conditions.network, size_bytes=size_bytes)
     world = make(

@@ -20,6 +20,7 @@ from hydra import initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from hybridtrain.cli.config_values import parse, resuming
 from hybridtrain.cli.explain import base_config
 from hybridtrain.cli.hydra_config import (
     VERSION_BASE,
@@ -27,8 +28,6 @@ from hybridtrain.cli.hydra_config import (
     compose_config,
     conf_dir,
     groups,
-    parse,
-    resuming,
 )
 from hybridtrain.cli.validation.config_checks import (
     RunOptions,

@@ -13,6 +13,7 @@ import pytest
 
 from hybridtrain import doctor
 from hybridtrain.lightning.hosts import agreement
+from hybridtrain.lightning.hosts.agreement import differences
 from hybridtrain.memory.limits import Gpu
 from hybridtrain.worlds.hosts import sockets
 from hybridtrain.worlds.hosts.key import Key
@@ -125,6 +126,19 @@ def test_a_gpu_that_torch_cannot_use(
     result = ask(*TINY, f"trainer.accelerator={accelerator}")
     assert line(result, "GPUs").startswith(state) and "80 GiB" in line(result, "GPUs")
     assert result.code == (state == "bad")
+
+
+def test_more_devices_than_there_are(ask: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gpus", lambda: [Gpu(80 << 30, 9)])
+    monkeypatch.setattr(doctor.torch.version, "cuda", "13.0")
+    result = ask(*TINY, "trainer.accelerator=gpu", "trainer.devices=4")
+    assert line(result, "GPUs").startswith("bad") and result.code == 1
+    assert "trainer.devices=4 was given; give 1" in result.out
+
+
+def test_a_doctor_and_a_training_are_two_commands() -> None:
+    said = differences({"doctor": {}}, {"versions": {"torch": "2.13"}})
+    assert said is not None and "start the same command on all hosts" in said
 
 
 def test_a_version_that_is_not_supported(ask: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybridtrain.cli.claim import release_all
-from hybridtrain.cli.hydra_config import ABSENT, changed_keys, resuming
+from hybridtrain.cli.config_values import ABSENT, changed_keys, resuming
 from hybridtrain.cli.sweep import resumed
 from hybridtrain.cli.sweep.resumed import Sweep
 from hybridtrain.errors import UserError

@@ -201,6 +201,31 @@ def test_whether_less_is_better_is_as_the_task_says(tmp_path: Path) -> None:
     assert reached == (0, 1000)
 
 
+@pytest.mark.parametrize("losses", [[0.9], [0.9, 0.45, 0.95]])
+def test_a_direction_that_the_runs_do_not_tell_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], losses: list[float]
+) -> None:
+    run = left(tmp_path / "run", losses=losses)
+    error = refused(capsys, f"run={run}", "target=val/loss:0.5")
+    assert "do not say whether less of it is better" in error
+    assert "give target=val/loss:0.5:min, or val/loss:0.5:max" in error
+    (row,) = planned(tmp_path, f"run={run}", "strategy=hybrid", "target=val/loss:0.5:min")
+    reached = [1000, 2000] if len(losses) > 1 else None
+    assert row["samples_to_target"] == reached
+
+
+def test_workers_that_take_turns_leave_the_cores_to_the_one_that_computes(tmp_path: Path) -> None:
+    run = left(tmp_path / "run", cores=2, cpu_s=1.0 * 160)
+    (row,) = planned(tmp_path, f"run={run}", "strategy=synchronous", "hosts=1x8")
+    assert row["samples_per_s"] == pytest.approx(8 / (1 + UPDATE_S), rel=0.02)
+
+
+def test_a_slower_device_needs_no_more_processor_time(tmp_path: Path) -> None:
+    run = left(tmp_path / "run", cores=2, cpu_s=1.0 * 160)
+    (row,) = planned(tmp_path, f"run={run}", "strategy=hybrid", "hosts=1x4:slower=3")
+    assert row["samples_per_s"] == pytest.approx(32 / (3 + 1 + UPDATE_S), rel=0.02)
+
+
 # ---- what is shown ------------------------------------------------------------------------------
 
 

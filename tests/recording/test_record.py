@@ -261,8 +261,8 @@ def test_steps_that_are_told_of_together_share_their_time_and_all_their_samples_
         at_s[0] += 8.0
     writer.close()
     pushes = read_record(tmp_path / "record.bin").of_kind("Push")
-    assert pushes["own_s"].tolist() == [0.0, 8.0 / 4]
-    assert pushes["samples"].tolist() == [4.0, 16.0]
+    assert pushes["own_s"].tolist() == [0.0, *[8.0 / 4] * 4]
+    assert pushes["samples"].tolist() == [4.0] * 5
 
 
 # ---- bad input ----------------------------------------------------------------------------------

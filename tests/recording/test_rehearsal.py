@@ -105,6 +105,47 @@ class Fails(Regression):
             raise RuntimeError("on purpose")
 
 
+class ByHand(Regression):
+    """Optimizer and schedule are stepped in each mini-batch; the latter is told to all workers."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5)]
+
+
+class Stops(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0 and batch_idx == 1:
+            self.trainer.should_stop = True
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("module", [ByHand, Stops])
+def test_news_that_workers_do_not_wait_for_do_not_let_them_go_on(
+    run: Run, record: Record, module: Any, policy: str
+) -> None:
+    stats = rehearse(replace(run, module=module), record, policy).stats
+    whole = EPOCHS * BATCHES // (3 if policy == "hybrid" else 1)
+    assert stats["updates"] == whole if module is ByHand else 0 < stats["updates"] < whole
+
+
+def test_what_a_run_refuses_is_refused(run: Run, record: Record) -> None:
+    shares = replace(run, trainer={"max_epochs": EPOCHS, "limit_train_batches": 0.5})
+    with pytest.raises(UserError, match=r"limit_train_batches=0\.5 was given, but workers that"):
+        rehearse(shares, record, "async")
+
+
 def test_what_a_worker_raises_is_raised(run: Run, record: Record) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         rehearse(replace(run, module=Fails), record, "async")

@@ -25,7 +25,7 @@ from hybridtrain.updates.named import make_update
 from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.training_task import Timetable
+from hybridtrain.worlds.virtual.training_task import Scheduled, Timetable
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
 # Hundredths of a second per step of its four workers, 0.58 s and so on: sums are exact, or rounding
@@ -111,6 +111,9 @@ class Counting:
 
     def epoch_ended(self) -> Groups | None:
         return None
+
+    def schedules_of(self, worker: int) -> Scheduled:
+        return self
 
 
 def ours(seconds: Sequence[float], window: float, rounds: int) -> Schedule:

@@ -26,7 +26,7 @@ from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.groups import Groups
 from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.training_task import Timetable
+from hybridtrain.worlds.virtual.training_task import Scheduled, Timetable
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 from tests.picking import by_default
 
@@ -54,6 +54,9 @@ class Samples:
 
     def epoch_ended(self) -> Groups | None:
         return None
+
+    def schedules_of(self, worker: int) -> Scheduled:
+        return self
 
 
 class Regression(Samples):

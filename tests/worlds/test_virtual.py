@@ -14,6 +14,8 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.policies import OnArrival, Policy, WaitForAll
+from hybridtrain.worlds.virtual.network import Conditions
+from hybridtrain.worlds.virtual.script import Dies, Script
 from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 from tests.picking import by_default
@@ -121,6 +123,15 @@ def test_a_run_goes_on_where_it_stopped() -> None:
 def test_impossible_service_times_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         ServiceTimes(**arguments)
+
+
+def test_from_the_next_epoch_on_the_others_have_the_share_of_a_dead_worker() -> None:
+    script = Script((Dies(0.5, 3),))
+    world = VirtualWorld(
+        WaitForAll(), 4, CONSTANT, 8, epoch=320, conditions=Conditions(script=script)
+    )
+    world.run(epochs=4)
+    assert world.server.statistics.samples == 3 * 320 + 3 * 80, "but for the first one's"
 
 
 # ---- real gradients -----------------------------------------------------------------------------

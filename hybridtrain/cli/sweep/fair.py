@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import numpy as np
 from omegaconf import OmegaConf
 
-from hybridtrain.cli import explain, hydra_config
+from hybridtrain.cli import config_values, explain, hydra_config
+from hybridtrain.cli.config_values import assignments
 from hybridtrain.cli.exit_status import CommandOutcome
-from hybridtrain.cli.hydra_config import assignments
 from hybridtrain.cli.sweep import job_launcher, job_process
 from hybridtrain.cli.sweep.search import JobSweeper, checked_job, combinations, space_of
 from hybridtrain.cli.sweep.side_by_side import Job
@@ -116,7 +116,7 @@ class FairSweeper(JobSweeper):
             raise UserError(
                 f"hydra/sweeper=fair comes with experiment={hydra_config.COMPARISON}; give that"
             )
-        given = {x.key_or_group: x for x in hydra_config.parse(arguments)}
+        given = {x.key_or_group: x for x in config_values.parse(arguments)}
         if "strategy" in given:
             raise UserError(f"{given['strategy'].input_line} was given; name it in 'compare=[…]'")
         for key, x in given.items():
@@ -180,7 +180,7 @@ class FairSweeper(JobSweeper):
 
     def _around(self, given: list[str]) -> list[str]:
         """The range to search, around the task's learning rate; none if a rate is searched."""
-        swept = [str(x.input_line) for x in hydra_config.parse(given) if x.is_sweep_override()]
+        swept = [str(x.input_line) for x in config_values.parse(given) if x.is_sweep_override()]
         if any(key_of(x).rpartition(".")[2] in _RATES for x in swept):
             return []
         fixed = [x for x in given if x not in swept]
@@ -203,7 +203,7 @@ class FairSweeper(JobSweeper):
         most = max(len(x.points) for x in entries)
         tried = [(x, p) for i in range(most) for x in entries for p in x.points[i : i + 1]]
         jobs = [Training(x.name, p, self.seed, str(i)) for i, (x, p) in enumerate(tried)]
-        more = [hydra_config.quoted("task.metric", self.goal.metric), "test=false"]
+        more = [config_values.quoted("task.metric", self.goal.metric), "test=false"]
         total = len(jobs) + len(entries) * int(self.sweep_config.seeds)
         return self._train(jobs, [*more, _target(self.goal)], total)
 

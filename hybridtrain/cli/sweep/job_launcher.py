@@ -28,9 +28,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from hybridtrain.cli.config_values import overrides_of, quoted
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.further_host import number_of_hosts
-from hybridtrain.cli.hydra_config import overrides_of, quoted
 from hybridtrain.cli.sweep import job_process, resumed
 from hybridtrain.cli.sweep.job_process import JobProcess, JobResources
 from hybridtrain.cli.sweep.side_by_side import Job, run_jobs

@@ -25,8 +25,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from hybridtrain.cli.claim import claim_new, release_all
+from hybridtrain.cli.config_values import overrides_of
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interrupted
-from hybridtrain.cli.hydra_config import overrides_of
 from hybridtrain.cli.quiet import hush
 from hybridtrain.util.anonymous_files import anonymous_descriptor
 from hybridtrain.util.files import flush_output

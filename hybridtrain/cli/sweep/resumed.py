@@ -15,16 +15,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.cli import hydra_config
+from hybridtrain.cli import config_values, hydra_config
 from hybridtrain.cli.claim import attempt, claim, release
+from hybridtrain.cli.config_values import ABSENT, changed_keys, quoted
 from hybridtrain.cli.exit_status import CommandOutcome
-from hybridtrain.cli.hydra_config import ABSENT, changed_keys, quoted
 from hybridtrain.cli.resume import (
     ASIDE,
     AUTO,
     FORMAT,
     has_finished,
-    newest,
+    newest_in,
     newest_of_run,
     output_root,
     runs_below,
@@ -130,7 +130,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     text = typed.pop("resume")
     if "resume_override" in typed:
         raise UserError("resume_override: a sweep goes on only with the options that it had")
-    if hydra_config.parse([text])[0].is_sweep_override():
+    if config_values.parse([text])[0].is_sweep_override():
         raise UserError(f"{text}: only one sweep, or one run at a time, can go on")
     if values["resume"] != AUTO:
         directory = Path(str(values["resume"]))
@@ -235,7 +235,7 @@ def going_on(directory: Path) -> list[str]:
     try:
         path = newest_of_run(directory)
     except UserError:  # its configuration is damaged, or has values that only the job knows
-        path = newest([directory / "checkpoints"])
+        path = newest_in(directory)
     name = path.name if path else "its beginning"
     print(f"{directory} goes on from {name}", flush=True)
     own = [] if path is None else [quoted("ckpt", path)]

@@ -26,9 +26,9 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from hybridtrain.cli import explain, hydra_config
+from hybridtrain.cli import config_values, explain
+from hybridtrain.cli.config_values import assignments
 from hybridtrain.cli.exit_status import CommandOutcome
-from hybridtrain.cli.hydra_config import assignments
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher, check_job
 from hybridtrain.cli.sweep.side_by_side import Job
@@ -212,7 +212,7 @@ def space_of(overrides: Sequence[str]) -> tuple[dict[str, BaseDistribution], lis
     Raises:
         UserError: if nothing is searched.
     """
-    found = {x.get_key_element(): x for x in hydra_config.parse(overrides)}
+    found = {x.get_key_element(): x for x in config_values.parse(overrides)}
     space = {}
     for key, override in found.items():
         try:

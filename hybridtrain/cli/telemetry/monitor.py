@@ -20,7 +20,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.cli.hydra_config import placed
+from hybridtrain.cli.config_values import placed
 from hybridtrain.lightning.data.batch_size import samples_in
 from hybridtrain.lightning.hooks.loop_hooks import callback_metrics, logged_step
 from hybridtrain.lightning.run_context import checkpoints_of, strategy_of

@@ -14,8 +14,8 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from hybridtrain.cli.config_values import resuming
 from hybridtrain.cli.exit_status import FAILED
-from hybridtrain.cli.hydra_config import resuming
 from hybridtrain.cli.telemetry.monitor import STATS_FILE, VALIDATED, RunMonitor, RunStats
 from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.monitoring.watchdog import Slow, slow_worker, to_stderr

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridtrain.cli import hydra_config
+from hybridtrain.cli import config_values
 from hybridtrain.cli.explain import STRATEGY, base_config
 from hybridtrain.errors import UserError
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS, INSIDE
@@ -281,7 +281,7 @@ def _check_together(given: Mapping[str, Any]) -> None:
 
 def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Check that a typed value has the type of the value that it replaces."""
-    parsed = hydra_config.parse(overrides)
+    parsed = config_values.parse(overrides)
     keys = [x.key_or_group for x in parsed if not x.is_delete() and "." in x.key_or_group]
     keys = [x for x in keys if x.partition(".")[0] in OPEN and not x.endswith("._target_")]
     for key in keys:
@@ -292,7 +292,7 @@ def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 def _check_optimizer_is_used(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Check that a typed optimizer reaches the model; one of the user's own may make another."""
-    typed = [x for x in hydra_config.parse(overrides) if not x.is_delete()]
+    typed = [x for x in config_values.parse(overrides) if not x.is_delete()]
     found = [x for x in typed if x.key_or_group.partition(".")[0] == "optimizer"]
     if found and not uses_optimizer(cfg, "model", "data", "callbacks"):
         raise UserError(

@@ -36,6 +36,7 @@ from hybridtrain.lightning.hooks.loop_hooks import combination_of, combined_load
 from hybridtrain.lightning.hooks.points import Point, instead
 from hybridtrain.lightning.run_context import context_if_ours
 from hybridtrain.training.samplers import EpochPlan, EpochSampler
+from hybridtrain.worlds.virtual.training_task import Timetable
 
 _BY_MODE: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
 
@@ -119,7 +120,16 @@ def updates_of(requirements: Requirements, pushes: int, epochs: int) -> int:
     return before + math.ceil((epochs * pushes - before * requirements.gathers) / gathers)
 
 
-def batches_of(plan: EpochPlan) -> int:
+def expected_in(table: Timetable, epochs: int, requirements: Requirements) -> int:
+    """Steps of schedules in virtual time, in which nothing is accumulated."""
+    pushes, n_workers = batches_of(table), len(table.sizes)
+    if requirements.whole_rounds or requirements.schedules_own_steps:
+        rounds = pushes / n_workers
+        return epochs * (math.floor(rounds) if table.drop_last else math.ceil(rounds))
+    return updates_of(requirements, pushes, epochs)
+
+
+def batches_of(plan: EpochPlan | Timetable) -> int:
     """How many mini-batches the shared queue has in an epoch."""
     batches = plan.length * len(plan.sizes) / sum(plan.sizes)
     return math.floor(batches) if plan.drop_last else math.ceil(batches)

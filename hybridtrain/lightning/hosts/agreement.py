@@ -185,6 +185,8 @@ def differences(
         here: the place of ``mine``, in words.
     """
     there = f"on {theirs.get('name', 'it')}"
+    if ("doctor" in mine) != ("doctor" in theirs):
+        return "one is hybridtrain.doctor, the other trains; start the same command on all hosts"
     for part, advice in _ADVICE.items():
         a, b = mine.get(part), theirs.get(part)
         pairs = [(part, a, b)]

@@ -13,6 +13,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytorch_lightning as pl
@@ -26,6 +27,8 @@ from torch.utils.data import (
 )
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.async_training.expected_updates import expected_in
 from hybridtrain.lightning.data.batch_size import Scales
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.lightning_package import own_name
@@ -53,6 +56,7 @@ class VirtualTrainer(pl.Trainer):
         )
         told.setLevel(before)
         self._workers, self.epoch, self.version = workers, 0, 0
+        self._expected = math.inf
 
     @property
     def world_size(self) -> int:
@@ -66,6 +70,14 @@ class VirtualTrainer(pl.Trainer):
     def global_step(self) -> int:
         return self.version
 
+    @property
+    def estimated_stepping_batches(self) -> float:
+        return self._expected
+
+    def expect(self, steps: float) -> None:
+        """Schedules will make so many steps in all."""
+        self._expected = steps
+
 
 class ModuleTask:
     """Computes all workers' gradients.
@@ -76,6 +88,8 @@ class ModuleTask:
         loader: of the training data.
         seed: of the order of an epoch.
         clip: clipping of the merged gradient.
+        epochs: of the training.
+        requirements: of policy and exchange, for the length of schedules.
 
     Raises:
         UserError: if the module cannot be trained this way.
@@ -89,6 +103,7 @@ class ModuleTask:
         seed: int,
         clip: Clip | None = None,
         epochs: float = math.inf,
+        requirements: Requirements | None = None,
     ) -> None:
         _check(module, loader)
         self.clip, self.loss, self.epochs = clip, 0.0, epochs
@@ -101,14 +116,15 @@ class ModuleTask:
         self._orders: dict[int, Sequence[int]] = {}
         self._batches: dict[int, Any] = {}  # of each worker
         self._takes_index = len(inspect.signature(module.training_step).parameters) > 1
-        optimizers, self._schedules = configured_optimizers(module)
+        if requirements is not None and math.isfinite(epochs):
+            trainer.expect(expected_in(self.timetable, int(epochs), requirements))
+        optimizers, schedules = configured_optimizers(module)
         if len(optimizers) != 1:
             raise UserError("in virtual time a module has one optimizer; configure_optimizers gave "
                             f"{len(optimizers)}")  # fmt: skip
         self._optimizer = optimizers[0]
-        self._told: Groups = plain(self._optimizer)
-        self._epoch_began = 0  # after so many updates
-        _check_schedules(self._schedules)
+        _check_schedules(schedules)
+        self._schedules = Schedules(self._optimizer, schedules)
         module.train()
 
     def parameters(self) -> list[torch.Tensor]:
@@ -161,29 +177,57 @@ class ModuleTask:
     # ---- schedules ------------------------------------------------------------------------------
 
     def updated(self, version: int) -> Groups | None:
-        """Advance schedulers in steps after an update; as in Lightning, each epoch counts anew."""
+        """Advance schedulers in steps after an update."""
         self._trainer.version = version
-        step = version - self._epoch_began
-        due = [s for s in self._schedules if s.interval == "step" and step % s.frequency == 0]
-        return self._advance(due)
+        return self._schedules.updated(version)
 
     def epoch_ended(self) -> Groups | None:
         """Advance schedulers in epochs."""
-        self._epoch_began = self._trainer.version
-        ended = self._trainer.epoch + 1
-        due = [s for s in self._schedules if s.interval == "epoch" and ended % s.frequency == 0]
-        return self._advance(due)
+        return self._schedules.epoch_ended()
 
-    def _advance(self, due: Sequence[Any]) -> Groups | None:
-        if not due:
-            return None
+    def schedules_of(self, worker: int) -> Schedules:
+        """Schedules of a worker that counts its own steps, as they are now."""
+        shared = (self._module, self._trainer, self._loader, *self._parameters)
+        return deepcopy(self._schedules, {id(each): each for each in shared})
+
+
+class Schedules:
+    """An optimizer's schedulers, and the hyper-parameters that they change.
+
+    Args:
+        optimizer: is not stepped.
+        schedules: Lightning's, in steps or epochs.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedules: Sequence[Any]) -> None:
+        self._optimizer, self._schedules = optimizer, schedules
+        self._told: Groups = plain(optimizer)
+        self._version = self._epoch = self._epoch_began = 0  # the last: after so many updates
+
+    def updated(self, version: int) -> Groups | None:
+        """Advance schedulers in steps; as in Lightning, each epoch counts anew."""
+        for each in range(self._version + 1, version + 1):
+            self._advance("step", each - self._epoch_began)
+        self._version = version
+        return self._news()
+
+    def epoch_ended(self) -> Groups | None:
+        """Advance schedulers in epochs."""
+        self._epoch, self._epoch_began = self._epoch + 1, self._version
+        self._advance("epoch", self._epoch)
+        return self._news()
+
+    def _advance(self, interval: str, count: int) -> None:
         with warnings.catch_warnings():  # the optimizer steps in the server
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            for schedule in due:
-                schedule.scheduler.step()
+            for message in ("Detected call of `lr_scheduler.step", "Seems like `optimizer.step"):
+                warnings.filterwarnings("ignore", message=message)
+            for each in self._schedules:
+                if each.interval == interval and count % each.frequency == 0:
+                    each.scheduler.step()
+
+    def _news(self) -> Groups | None:
         now = plain(self._optimizer)
-        news = differences(self._told, now)
-        self._told = now
+        news, self._told = differences(self._told, now), now
         return news
 
 

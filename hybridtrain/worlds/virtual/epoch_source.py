@@ -121,12 +121,15 @@ class EpochSource:
             check_visits(server.requirements)
         self._turns = server.requirements.takes_turns
         table = task.timetable
-        self._places = shares_of(table.sizes)
+        self._present = {*range(len(table.sizes))}
+        self._whole, self._places = self._dealt()
         self._epoch = 0
         self._step = [0] * len(table.sizes)  # of each worker, in the epoch
         self._ended: set[int] = set()  # workers without mini-batches left in the epoch
-        self._groups: Groups | None = None  # hyper-parameters that have changed
-        self._untold: set[int] = set()  # workers whose next push is to have them
+        own = server.requirements.schedules_own_steps
+        self._own = [task.schedules_of(w) for w in range(len(table.sizes))] if own else []
+        self._own_steps = [0] * len(self._own)
+        self._changed: list[Groups | None] = [None] * len(table.sizes)  # for the next push
         self._version = 0
 
     # ---- mini-batches ---------------------------------------------------------------------------
@@ -140,13 +143,20 @@ class EpochSource:
     def _share(self, worker: int) -> Push | None:
         """The worker's share of the next global mini-batch, if not empty."""
         table = self._task.timetable
-        whole = sum(table.sizes)
+        whole = self._whole
         begin = self._step[worker] * whole
         if begin >= (table.length // whole * whole if table.drop_last else table.length):
             return None
         self._step[worker] += 1
-        own = [begin + p for p in self._places[worker] if begin + p < table.length]
+        places = self._places.get(worker, ())  # none of a worker that joins within the epoch
+        own = [begin + p for p in places if begin + p < table.length]
         return self._study(worker, own) if own else None
+
+    def _dealt(self) -> tuple[int, dict[int, list[int]]]:
+        """The size of a global mini-batch of the workers that are there, and their places in it."""
+        there, sizes = sorted(self._present), self._task.timetable.sizes
+        own = tuple(sizes[worker] for worker in there)
+        return sum(own), dict(zip(there, shares_of(own), strict=True))
 
     def _draw(self, worker: int) -> Push | None:
         table, lap = self._task.timetable, LoaderPass(0, self._epoch)
@@ -180,30 +190,45 @@ class EpochSource:
         self._epoch += 1
         self._step = [0] * len(self._step)
         self._ended.clear()
-        self._hear(self._task.epoch_ended())
+        self._whole, self._places = self._dealt()
+        for worker, own in enumerate(self._own):
+            self._hear(own.epoch_ended(), worker)
+        if not self._own:
+            self._hear(self._task.epoch_ended())
+
+    def leave(self, worker: int) -> None:
+        """The worker has died: from the next epoch on the others have its share."""
+        self._present.discard(worker)
 
     def admit(self, worker: int) -> None:
         """The worker joins at the others' step."""
+        self._present.add(worker)
         self._ended.discard(worker)
         self._step[worker] = max(self._step) if self._shares else 0
 
     # ---- schedules ------------------------------------------------------------------------------
 
-    def _hear(self, changed: Groups | None) -> None:
-        groups = self._replicas.tell(changed) if changed and self._replicas is not None else None
-        if groups is not None:
-            self._groups = merged(self._groups, groups)
-            self._untold = {*range(len(self._step))}
+    def _hear(self, changed: Groups | None, worker: int | None = None) -> None:
+        """Hyper-parameters of one worker or all have changed."""
+        told = changed and self._replicas and self._replicas.tell(changed, worker)
+        if told:
+            for each in range(len(self._changed)) if worker is None else (worker,):
+                self._changed[each] = merged(self._changed[each], told)
 
     def told(self, worker: int, push: Push) -> Push:
         """The worker's push, with changed hyper-parameters for the server."""
-        if worker not in self._untold:
-            return push
-        self._untold.discard(worker)
-        return replace(push, changes=Changes(self._groups))
+        groups, self._changed[worker] = self._changed[worker], None
+        return push if groups is None else replace(push, changes=Changes(groups))
+
+    def stepped(self, worker: int) -> None:
+        """The worker has processed a mini-batch."""
+        if self._own:
+            self._own_steps[worker] += 1
+            self._hear(self._own[worker].updated(self._own_steps[worker]), worker)
 
     def updated(self, version: int) -> None:
         """Advance the schedules to ``version`` updates."""
         if version > self._version:
             self._version = version
-            self._hear(self._task.updated(version))
+            changed = self._task.updated(version)
+            self._hear(None if self._own else changed)

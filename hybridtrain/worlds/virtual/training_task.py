@@ -46,7 +46,17 @@ class Timetable(NamedTuple):
     drop_last: bool = False
 
 
-class Lessons(Protocol):
+class Scheduled(Protocol):
+    """Schedules of learning rates."""
+
+    def updated(self, version: int) -> Groups | None:
+        """Hyper-parameters that a schedule changes after so many updates."""
+
+    def epoch_ended(self) -> Groups | None:
+        """Hyper-parameters that a schedule changes at the end of an epoch."""
+
+
+class Lessons(Scheduled, Protocol):
     """Epochs of mini-batches."""
 
     timetable: Timetable
@@ -54,11 +64,8 @@ class Lessons(Protocol):
     def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
         """Set the worker's next mini-batch, by positions in the epoch; returns its weight."""
 
-    def updated(self, version: int) -> Groups | None:
-        """Hyper-parameters that a schedule changes after so many updates."""
-
-    def epoch_ended(self) -> Groups | None:
-        """Hyper-parameters that a schedule changes at the end of an epoch."""
+    def schedules_of(self, worker: int) -> Scheduled:
+        """Schedules of a worker, for its own steps in place of updates."""
 
 
 @runtime_checkable
@@ -85,6 +92,10 @@ class Untrained:
     def epoch_ended(self) -> Groups | None:
         """No schedule."""
         return None
+
+    def schedules_of(self, worker: int) -> Scheduled:
+        """No schedule."""
+        return self
 
 
 class SimulatedWorker:
@@ -277,9 +288,9 @@ class SimulatedReplicas:
         own = self._workers[worker]
         return self._offered(worker, own, own.take())
 
-    def tell(self, groups: Groups) -> Groups | None:
-        """Set the workers' hyper-parameters; returns the changes for the server."""
-        for own in self._workers:
+    def tell(self, groups: Groups, worker: int | None = None) -> Groups | None:
+        """Set hyper-parameters of one worker or all; returns the changes for the server."""
+        for own in self._workers if worker is None else self._workers[worker : worker + 1]:
             for group, changed in zip(own.optimizer.param_groups, groups, strict=True):
                 group.update(changed)
         return self._update.told(self._users, groups)

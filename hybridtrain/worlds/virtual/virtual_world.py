@@ -358,6 +358,8 @@ class VirtualWorld:
             self._busy.forget(worker)
         if self._replicas is not None:
             self._replicas.lose(worker)
+        if self._source is not None:
+            self._source.leave(worker)
         self._on(Removed(worker))
 
     def _join(self, worker: int) -> None:
@@ -462,6 +464,8 @@ class VirtualWorld:
         if self._alone and self._timeline is not None:
             self._timeline.stepped(worker, self.now_s)
         self._leaves(worker, made, self.now_s, at_once=self._direct)
+        if self._source is not None and push.weight > 0:
+            self._source.stepped(worker)
 
     def _counts(self, worker: int, push: Push) -> bool:
         """Whether the worker's answer to its mini-batch is the first; the others break off."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import hybridtrain  # noqa: F401 (makes the strategies known)
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import make_exchange
-from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
+from hybridtrain.exchanges import Requirements, begin_policy, make_exchange
+from hybridtrain.exchanges.gradient import Gradient
+from hybridtrain.lightning.replay.module_task import ModuleTask, Schedules, VirtualTrainer
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.worlds.virtual.network import Conditions
@@ -68,9 +71,16 @@ def loader(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
 
 
 def virtual(
-    policy: Any, module: Toy, workers: int = 2, clip: Clip | None = None, **rest: Any
+    policy: Any,
+    module: Toy,
+    workers: int = 2,
+    clip: Clip | None = None,
+    epochs: float = math.inf,
+    wants: Requirements | None = None,
+    **rest: Any,
 ) -> VirtualWorld:
-    lesson = ModuleTask(module, VirtualTrainer(workers), loader(), seed=3, clip=clip)
+    trainer = VirtualTrainer(workers)
+    lesson = ModuleTask(module, trainer, loader(), 3, clip, epochs, wants)
     return VirtualWorld(
         make_policy(policy), workers, TIMES, task=lesson, optimizer=lesson.make_optimizer, **rest
     )
@@ -113,7 +123,12 @@ def test_hybrid_in_virtual_time_is_hybrid_in_processes_to_the_bit(
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "interval", "clip", "compress"),
-    [("adam", None, None, None), ("sgd", "epoch", 0.05, None), ("groups", None, None, "topk")],
+    [
+        ("sgd", "step", None, None),  # which counts each worker's own steps
+        ("adam", None, None, None),
+        ("sgd", "epoch", 0.05, None),
+        ("groups", None, None, "topk"),
+    ],
 )
 def test_local_sgd_in_virtual_time_is_local_sgd_in_processes_to_the_bit(
     kind: str, interval: str | None, clip: float | None, compress: str | None
@@ -144,6 +159,42 @@ def test_fragments_in_virtual_time_are_those_in_processes_to_the_bit(compress: s
     there, here = strategy.run_stats(), world.server.statistics.stats()
     assert there["handed_over"] == here["handed_over"]
     assert (there["samples"], there["updates"]) == (here["samples"], 12)
+
+
+def test_a_schedule_makes_a_step_for_each_of_several_updates_at_once() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    each = SimpleNamespace(scheduler=scheduler, interval="step", frequency=2)
+    schedules = Schedules(optimizer, [each])
+    assert schedules.updated(5) == ({"lr": 0.25},)
+    assert schedules.epoch_ended() is None
+    assert schedules.updated(6) is None, "each epoch counts anew"
+    assert schedules.updated(9) == ({"lr": 0.0625},)
+
+
+class Decays(Toy):
+    def configure_optimizers(self) -> Any:
+        total = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / total)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_schedule_that_ends_with_the_training_is_that_of_processes(every: int) -> None:
+    """Three global mini-batches an epoch; the last one is smaller."""
+    exchange = make_exchange({"name": "movement", "every": every} if every > 1 else "gradient")
+    real = trained(Decays(), HybridStrategy("hybrid", exchange=exchange), 2, 4)
+    wants = begin_policy(make_policy("hybrid"), exchange, 2)
+    world = virtual("hybrid", Decays(), epochs=4, wants=wants, exchange=exchange)
+    world.run(updates=4 * (3 if every == 1 else 2))
+    assert_same(world.parameters(), real)
+
+
+def test_a_schedule_of_free_workers_is_as_long_as_all_updates() -> None:
+    module = Decays()
+    virtual("async", module, epochs=4, wants=begin_policy(make_policy("async"), Gradient(), 2))
+    assert module.trainer.estimated_stepping_batches == 4 * 6
 
 
 def test_async_with_one_worker_in_virtual_time_is_the_same_in_a_process() -> None:

@@ -24,7 +24,7 @@ from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.searches import LBFGS, GradientDescent
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.training_task import Timetable
+from hybridtrain.worlds.virtual.training_task import Scheduled, Timetable
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 from tests.lightning.toys import Recorder, Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
@@ -526,6 +526,9 @@ class Nothing:
     def updated(self, version: int) -> None: ...
 
     def epoch_ended(self) -> None: ...
+
+    def schedules_of(self, worker: int) -> Scheduled:
+        return self
 
 
 def pass_s(workers: int, portions: int, backups: bool) -> float:
