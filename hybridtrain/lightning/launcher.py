@@ -44,6 +44,7 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     check_lock_free,
     check_own_parameters,
     check_parameters,
+    check_renormalised,
     check_trainer,
     check_transport,
 )
@@ -278,6 +279,9 @@ def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
     check_parts(strategy)
     strategy.faults.check(strategy.requirements, strategy.world_size)
     check_parameters(trainer.lightning_module)
+    shares = strategy.requirements.parameters in ("masters", "copy") and strategy.world_size > 1
+    if shares and trainer.state.fn == "fit":
+        check_renormalised(trainer.lightning_module)
 
 
 def carried(trainer: pl.Trainer, start_method: str) -> GlobalState | None:

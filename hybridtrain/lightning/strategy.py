@@ -319,8 +319,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         assert self.session is not None and self._loaders is not None
         self._abstains = False
         samples, together = self._loaders.weigh(batch)
-        self.collectives.begin_batch(not self.requirements.whole_rounds, samples)
-        self.session.begin_batch(batch, samples, together)
+        weight = self.session.begin_batch(batch, samples, together)
+        self.collectives.begin_batch(not self.requirements.whole_rounds, weight)
         send_writes(self.session, self._count, starts=True)
 
     def optimizer_step(
@@ -331,6 +331,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         gated = self._absence.gated(closure)
         if self.session.steps_with_host:
             gated = partial(self.session.step_of_host, gated)
+        gated = partial(self.session.output_of, gated)
         run = partial(super().optimizer_step, optimizer, gated, model, **kwargs)
         output = self.session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False

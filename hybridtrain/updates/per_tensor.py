@@ -30,6 +30,7 @@ from hybridtrain.updates.groups import (
     slowed,
     steps_rows,
 )
+from hybridtrain.updates.kernels.choice import step_of
 from hybridtrain.updates.mean import merge_mixed
 from hybridtrain.util.turn_taking import Asked, TurnTaking
 
@@ -85,7 +86,7 @@ class PerTensorUpdate(Update):
         return again
 
     def _advance(self, evaluation: Evaluation) -> Again | None:
-        self._optimizer.step()
+        step_of(self._optimizer)(self._optimizer)
         return None
 
     def _touched(self) -> dict[int, Rows]:
@@ -241,7 +242,7 @@ class ClosureOptimizer(PerTensorUpdate):
             answer: Evaluation = self._turns.ask(self._cleared())
             return _as_tensor(answer.loss)
 
-        self._optimizer.step(closure)  # type: ignore[arg-type]
+        step_of(self._optimizer)(self._optimizer, closure)
 
     def _remember(self) -> list[torch.Tensor]:
         """A copy of the parameters, in reused memory."""

@@ -24,6 +24,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.updates.base import Evaluation, Saved
+from hybridtrain.updates.kernels.choice import step_of
 from hybridtrain.updates.per_tensor import PerTensorUpdate
 from hybridtrain.util.option_types import Above0, NotNegative, Positive, typed
 from hybridtrain.util.turn_taking import Asked, TurnTaking
@@ -238,7 +239,7 @@ class SearchUpdate(PerTensorUpdate):
                 parameter.grad = gradient
             return torch.tensor(self._known[place].loss, dtype=torch.float64)
 
-        self._optimizer.step(closure)  # type: ignore[arg-type]
+        step_of(self._optimizer)(self._optimizer, closure)
 
     def _digest(self) -> bytes:
         found = blake2b()

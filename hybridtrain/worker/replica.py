@@ -110,6 +110,10 @@ class Replica(Protocol):
         """Sparse gradients of these, and of no others, stay sparse. At first, none does."""
         self._sparse = set(numbers)
 
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        """These gradients do not count: forget which of them lie in the row already."""
+        return
+
     def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
         """Copy what the server has left in shared memory, which may change at the next push."""
 
@@ -278,6 +282,10 @@ class HostReplica(Replica):
         self._seen.clear()
         self.finite, self.packed = frozenset(seen.difference(absent)), tuple(packed)
         return tuple(absent)
+
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        self._copied.difference_update(numbers)
+        self._seen.difference_update(numbers)
 
     def _warn_of_dense(self, number: int) -> None:
         """Say once what could be spared; worker 0 does, for all."""

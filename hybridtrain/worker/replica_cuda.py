@@ -138,6 +138,7 @@ class CudaReplica(Replica):
     def _settle_gradients(self) -> None:
         """All that are on their way have arrived in the row."""
         while (bucket := self._outgoing.arrived()) is not None:
+            self._known_finite.difference_update(bucket.numbers)  # an earlier copy was another
             self._known_finite.update(self._outgoing.finite(bucket))
 
     def collect(self, numbers: Sequence[int], as_they_are: bool = False) -> tuple[int, ...]:
@@ -171,6 +172,12 @@ class CudaReplica(Replica):
         self.finite, self.packed = frozenset(self._known_finite.difference(absent)), tuple(packed)
         self._known_finite.clear()
         return absent
+
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        self._outgoing.close()
+        self._settle_gradients()
+        self._sent.difference_update(numbers)
+        self._known_finite.difference_update(numbers)
 
     def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
         self.streams.copy(Lane.COMPUTE, gradients, means)
@@ -306,7 +313,7 @@ def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         like.setdefault((tensor.dtype, alone), []).append(place)
     found: dict[int, torch.Tensor] = {}
     for places in like.values():
-        group = [_real(tensors[place]) for place in places]
+        group = [_measurable(tensors[place]) for place in places]
         found.update(zip(places, torch._foreach_norm(group, 2.0, torch.float64), strict=True))
     return [found[place] for place in range(len(tensors))]
 
@@ -318,8 +325,11 @@ def _differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> li
     return (torch.stack(moved) != 0).tolist()
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _measurable(tensor: torch.Tensor) -> torch.Tensor:
+    """As real numbers that have a norm: a frozen base may be quantised to int8."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor if tensor.is_floating_point() else tensor.double()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -60,6 +60,15 @@ def compare(one: Any, many: Any) -> None:
         torch.testing.assert_close(dict(many.named_buffers())[name], buffer, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("workers", by_default([2, 3], 2))
+def test_so_they_are_of_accumulated_mini_batches_of_unequal_size(workers: int) -> None:
+    """The last global mini-batch has 5 samples, so the workers' shares differ from the first's."""
+    options = {"n": 41, "accumulate_grad_batches": 2, "max_epochs": 1}
+    one, _ = train(1, 12, **options)
+    many, _ = train(workers, 12, **options)
+    compare(one, many)
+
+
 @pytest.mark.parametrize("workers", by_default([2, 3], 3))
 @pytest.mark.parametrize("kind", by_default(["1d", "2d", "cumulative", "plain"], "cumulative"))
 def test_statistics_and_gradients_are_those_of_the_union(kind: str, workers: int) -> None:

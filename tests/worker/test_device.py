@@ -103,7 +103,46 @@ def test_a_narrow_row_gets_what_is_nearest() -> None:
     assert row.tolist() == [1.0, 1.0 + 2**-7]
 
 
+def test_a_gradient_that_was_sent_twice_is_as_finite_as_the_last_one() -> None:
+    net = made_there(lambda: nn.Linear(4, 4, bias=False))
+    store = Store(Layout.of(net.named_parameters()), 2, False)
+    replica = CudaReplica([net.weight], store, 0, True, open_streams())
+    replica.refresh()
+
+    def overflow(parameter: torch.Tensor) -> None:
+        parameter.grad = torch.full((4, 4), torch.inf, device=HERE)
+
+    net.weight.register_post_accumulate_grad_hook(overflow)
+    net(torch.ones(2, 4, device=HERE)).sum().backward()
+    replica.collect((0,))
+    assert not replica.finite
+    assert store.gradient(0, store.layout.slots[0]).isinf().all()
+    replica.close()
+
+
+def test_a_gradient_that_does_not_count_is_not_taken_for_the_next_one() -> None:
+    net = made_there(lambda: nn.Linear(4, 4, bias=False))
+    store = Store(Layout.of(net.named_parameters()), 2, False)
+    replica = CudaReplica([net.weight], store, 0, True, open_streams())
+    replica.refresh()
+    net(torch.ones(2, 4, device=HERE)).sum().backward()
+    replica.leave_out((0,))
+    net.weight.grad = torch.full((4, 4), 7.0, device=HERE)
+    replica.collect((0,))
+    assert (store.gradient(0, store.layout.slots[0]) == 7.0).all()
+    replica.close()
+
+
 # ---- parameters ---------------------------------------------------------------------------------
+
+
+def test_a_frozen_parameter_may_hold_whole_numbers() -> None:
+    net = made_there(lambda: nn.Linear(4, 4))
+    net.base = nn.Parameter(torch.ones(4, dtype=torch.int8, device=HERE), requires_grad=False)
+    store = Store(Layout.of(net.named_parameters()), 2, False)
+    replica = CudaReplica([*net.parameters()], store, 0, True, open_streams())
+    replica.refresh()
+    replica.close()
 
 
 class Attention(nn.Module):

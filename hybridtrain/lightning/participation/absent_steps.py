@@ -284,10 +284,11 @@ class Absence:
     def _takes_part(self) -> bool:
         """Whether this worker takes part in the step without samples.
 
-        It has accumulated gradients, steps with its host, or is restarted: the others wait for it.
+        It has accumulated gradients, a gradient scaler, steps with its host, or is restarted: the
+        others wait for it.
         """
         assert self._session is not None, "training has begun"
-        if self._session.steps_with_host:
+        if self._session.steps_with_host or self._session.scales:
             return True
         return (self._session.has_gathered or self._client.joins) and self._is_automatic
 

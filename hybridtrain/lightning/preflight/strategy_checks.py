@@ -204,6 +204,24 @@ def check_parameters(module: torch.nn.Module) -> None:
     )
 
 
+def check_renormalised(module: torch.nn.Module) -> None:
+    """Check that no layer's forward writes to a parameter that workers share.
+
+    Raises:
+        UserError: naming a layer with ``max_norm``.
+    """
+    for name, layer in module.named_modules():
+        if getattr(layer, "max_norm", None) is not None and isinstance(layer, _RENORMALISED):
+            raise UserError(
+                f"{name} has max_norm={layer.max_norm:g}: its forward rescales the rows of a "
+                "mini-batch, which are others in each worker; leave it out, and rescale all rows "
+                "in on_train_batch_end with torch.renorm(weight, 2, 0, max_norm)"
+            )
+
+
+_RENORMALISED = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
 # ---- the option transport_dtype: rounding of gradients between device and host memory -----------
 
 

@@ -66,6 +66,10 @@ class Session(WorkerSession):
         unseen = gradients_are_final(module.trainer)
         shown = joint and not (unseen and not requirements.steps_in_worker)
         self.averages = shown or requirements.means_gradients
+        # Its state follows from the mean, so each worker steps it with that, also without data.
+        scales = getattr(module.trainer.precision_plugin, "scaler", None) is not None
+        self.scales = scales and self.averages and module.automatic_optimization
+        self._broken_off = False  # this step's backward, which was forgiven
         if requirements.backs_up:  # Lightning's, of a mini-batch that another worker has processed
             warnings.filterwarnings("ignore", ".*training_step.*returned.*None")
         behind = "on_train_batch_end", "on_before_zero_grad", "optimizer_step"
@@ -232,8 +236,8 @@ class Session(WorkerSession):
         for parameter, value in kept:
             parameter.data.copy_(value)
 
-    def begin_batch(self, batch: Any, samples: float, together: float | None) -> None:
-        """A mini-batch begins; gradients add up until the next step.
+    def begin_batch(self, batch: Any, samples: float, together: float | None) -> float:
+        """A mini-batch begins; gradients add up until the next step. Returns what it counts for.
 
         Args:
             batch: as the user's module will see it.
@@ -244,6 +248,7 @@ class Session(WorkerSession):
         self.guard.begin(batch, self._gathered.stepped)
         joint = self._module.automatic_optimization and not self.has_own_parameters
         self.begin_samples(samples, together if joint else None)
+        return self._gathered.running
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of the mini-batch as it is to count among those that are accumulated."""
@@ -339,6 +344,22 @@ class Session(WorkerSession):
             sources.append(mean)
         self.replica.take_means(gradients, sources)
 
+    def output_of(self, closure: Callable[[], Any]) -> Any:
+        """The output of a step's closure; ``None``, as where it has no loss: there is no gradient.
+
+        A gradient scaler steps unless it is ``None``.
+        """
+        self._has_mean = False
+        output = closure()
+        broken_off, self._broken_off = self._broken_off, False
+        if not self.scales:
+            return None if broken_off else output
+        if not self._has_mean:
+            self.average()
+        if all(parameter.grad is None for parameter in self._parameters):
+            return None
+        return torch.zeros(()) if output is None else output
+
     def step_of_host(self, closure: Callable[[], Any]) -> Any:
         """The closure of a step, and the mean, also where it has made no gradient."""
         self._has_mean = False
@@ -389,6 +410,7 @@ class Session(WorkerSession):
         for parameter in self._parameters:
             parameter.grad = None
         self._gathered.clear()
+        self._broken_off = True
         return loss.detach()
 
 

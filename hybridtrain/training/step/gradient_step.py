@@ -119,6 +119,8 @@ class GradientStep(WorkerStep):
         finite = self._replica.finite
         if looks and not self._guard.accepts(self.numbers, row.absent, row.packed, finite):
             weight, row = 0.0, Row(averaged=row.averaged)
+            if self._parts.buffers is not None:  # its statistics may be no numbers either
+                self._parts.buffers.put_back(self._client.version)
         push = self._kind_of_push(own, repeatable)(
             self.number,
             weight,
@@ -169,6 +171,7 @@ class GradientStep(WorkerStep):
         """Write the gradients to the row."""
         averaged, replica = self._parts.averaged, self._replica
         if weight <= 0:
+            replica.leave_out(self.numbers)
             return Row(averaged=averaged)
         absent = replica.collect(self.numbers, as_they_are=averaged)
         return Row(absent, replica.packed, replica.encoded, averaged)

@@ -16,7 +16,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
@@ -143,12 +143,14 @@ class WorkerStep:
         self._loss = loss
 
     def __call__(self, closure: Closure | None = None) -> Any:
-        """In place of ``optimizer.step``, with the optimizer's own step hooks."""
+        """In place of ``optimizer.step``, with the step hooks of this and of all optimizers."""
         optimizer: Any = self.optimizer
-        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        own = optimizer._optimizer_step_pre_hooks
+        for hook in [*_global_optimizer_pre_hooks.values(), *own.values()]:
             hook(optimizer, (closure,), {})
         loss = self._step(closure)
-        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+        own = optimizer._optimizer_step_post_hooks
+        for hook in [*own.values(), *_global_optimizer_post_hooks.values()]:
             hook(optimizer, (closure,), {})
         return loss
 

@@ -267,7 +267,7 @@ class FlatUpdate(Update):
         if size not in known:
             room = max(self._longest, self._piece)
             largest = known.get(0) or tuple(
-                [torch.empty(room) for _ in range(1 + self._kernel.scratch)]
+                [torch.empty(room, dtype=torch.float32) for _ in range(1 + self._kernel.scratch)]
             )
             known[0] = largest
             known[size] = tuple([each[:size] for each in largest])

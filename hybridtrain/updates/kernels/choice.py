@@ -77,7 +77,7 @@ class PublicClass(Kernel):
     def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
         before = {name: figure.clone() for name, figure in figures.items()}
         names, group = self.names(group), group | self._engine  # copied: its rate may be temporary
-        nothing = [torch.zeros(1) for _ in range(2 + len(names))]
+        nothing = [torch.zeros(1, dtype=torch.float32) for _ in range(2 + len(names))]
         self._step(group, nothing, figures, names)  # counts
 
         def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
@@ -96,7 +96,7 @@ class PublicClass(Kernel):
         optimizer.param_groups[0].update(group)
         kept: dict[str, Any] = dict(zip(names, tensors[2:], strict=True))
         optimizer.state[parameter] = dict(figures) | kept
-        optimizer.step()
+        step_of(optimizer)(optimizer)  # the worker runs the step hooks
         for name, flat in kept.items():
             made = optimizer.state[parameter][name]
             if made.data_ptr() != flat.data_ptr():

@@ -165,6 +165,19 @@ def test_the_worker_or_the_step_is_left_out(module: Any, choice: str) -> None:
     assert sum(left_out.pop("nonfinite")) == EPOCHS and not left_out
 
 
+class Normalised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        first = self.net[0]
+        self.net.insert(0, torch.nn.BatchNorm1d(first.in_features))
+
+
+@pytest.mark.parametrize("choice", ["drop", "skip_step"])
+def test_a_mini_batch_that_is_left_out_leaves_no_statistics(choice: str) -> None:
+    ours, _ = train(Normalised, on_nonfinite=choice)
+    assert ours.net[0].running_mean.isfinite().all() and ours.net[0].running_var.isfinite().all()
+
+
 @pytest.mark.parametrize("module", [Net, Looking])
 def test_what_was_accumulated_with_it_is_left_out_too(module: Any) -> None:
     ours, _ = train(module, on_nonfinite="drop", accumulate_grad_batches=2)

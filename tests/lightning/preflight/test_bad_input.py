@@ -181,3 +181,14 @@ def test_averaged_weights_whose_statistics_take_one_more_pass(
     trainer = make_trainer(strategy, workers, callbacks=[averaging])
     with refused(r"StochasticWeightAveraging .* BatchNorm.* use EMAWeightAveraging", monkeypatch):
         trainer.fit(Normed(), DataLoader(regression_data(), 8))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_a_table_that_forward_rescales_is_refused_where_workers_share_it(kind: Any) -> None:
+    class Table(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = kind(8, 2, max_norm=1.0)
+
+    with pytest.raises(UserError, match=r"table has max_norm=1: its forward .* torch\.renorm"):
+        make_trainer("hybrid", 2).fit(Table(), DataLoader(regression_data(), 4))
