@@ -230,6 +230,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
                 around(Point.BACKWARD, self.precision_plugin, self.backward_and_average)
             streams = self.session.replica.streams
             self._ahead = None if streams is None else Ahead(streams, trainer)
+            if self._back is not None:
+                self._back.regroup()
 
     def on_train_start(self) -> None:
         if self.session is not None and self._loaders is not None:
@@ -240,6 +242,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
                 plans = [sampler.plan for sampler in self._loaders.samplers]
                 compare_workers(trainer, plans)
             self.session.install()
+            if self._back is not None:
+                self._back.restore_apart()
             if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)
             if self._count is not None and self.client.joins:

@@ -197,7 +197,8 @@ class CudaReplica(Replica):
         self._sparse = known | set(numbers) if sparse else known - set(numbers)
         new = sorted(set(numbers) - set(self._following))
         self._following = sorted([*self._following, *new])
-        self._take_fingerprints(new)  # what was changed so far of the others stays to be seen
+        # What was written while they were frozen, and to the others, stays to be seen.
+        self._take_norms([number for number in new if number not in self._norms])
 
     def refresh(self, keep: bool = False) -> None:
         """Queue the copies; what uses the parameters runs after them."""

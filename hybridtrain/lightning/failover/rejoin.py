@@ -13,10 +13,12 @@ the sending worker, because all draw alike from one seed as long as their mini-b
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
@@ -107,7 +109,9 @@ class RejoinState:
         self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
         self._begun: int | None = None  # the version at the beginning of the current step
         self._generators: dict[str, Any] = {}  # RNG states before its first mini-batch was fetched
+        self._at_first = {} if back is None else back.checksums
         if context.on_failure.tells:  # else the worker sends by itself
+            self._at_first = self._at_first or _checksums(trainer)
             before(Point.FETCH, trainer.fit_loop.epoch_loop, self.fetch)
             self._client.listeners.on_question(self.tell)
         if pages is not None:
@@ -177,8 +181,41 @@ class RejoinState:
             "should_stop": trainer.should_stop,
             "checkpoints": [standing_of(each, module) for each in checkpoints_of(trainer)],
             "unsaved": {k: v for k, v in module.named_buffers() if k not in state},
+            **_own_of(trainer, self._at_first),
         }
         return as_bytes(checkpoint)
+
+
+def _own_of(trainer: Any, at_first: dict[str, int]) -> dict[str, Any]:
+    """What a worker has besides the masters: members of groups, values outside of optimizers."""
+    named = dict(trainer.lightning_module.named_parameters())
+    now = _checksums(trainer)
+    changed = [name for name, found in now.items() if found != at_first.get(name)]
+    return {
+        "members": [_members(optimizer, named) for optimizer in trainer.optimizers],
+        "trains": {name: parameter.requires_grad for name, parameter in named.items()},
+        "apart": {name: named[name].detach().cpu() for name in changed},
+        "checksums": at_first,
+    }
+
+
+def _members(optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> list[list[str]]:
+    """The names of the parameters in each group."""
+    name_of = {id(parameter): name for name, parameter in named.items()}
+    return [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _checksums(trainer: Any) -> dict[str, int]:
+    """Of parameters that are in no optimizer."""
+    groups = (group for each in trainer.optimizers for group in each.param_groups)
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    named = trainer.lightning_module.named_parameters()
+    return {name: _checksum(p.detach()) for name, p in named if id(p) not in trained}
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    found: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(found)
 
 
 class Rejoin:
@@ -198,6 +235,7 @@ class Rejoin:
             self._checkpoint.get(KEY, {}).pop(known, None)
         self._trainer: Any = trainer
         self._version, self.breaks = version, self._ours["breaks"]
+        self.checksums: dict[str, int] = self._ours["checksums"]
         self._ends_epoch = False
         if context_of(trainer).requirements.whole_rounds:
             steps = version - self._checkpoint["global_step"]
@@ -211,6 +249,29 @@ class Rejoin:
             vars(logger).update(content)
             if self._trainer.is_global_zero:
                 keep_rows(logger)
+
+    def regroup(self) -> None:
+        """Give optimizers the parameter groups that user code has made since training began.
+
+        Called once the optimizers are made, before their hyper-parameters are restored.
+        """
+        named = dict(self._trainer.lightning_module.named_parameters())
+        for name, trains in self._ours["trains"].items():
+            named[name].requires_grad_(trains)
+        for optimizer, groups in zip(self._trainer.optimizers, self._ours["members"], strict=False):
+            if groups == _members(optimizer, named):
+                continue
+            own = [*optimizer.param_groups, *({**optimizer.param_groups[0]} for _ in groups)]
+            for group, names in zip(own, groups, strict=False):
+                group["params"] = [named[name] for name in names]
+            optimizer.param_groups[:] = own[: len(groups)]
+
+    @torch.no_grad()
+    def restore_apart(self) -> None:
+        """Restore parameters outside of optimizers, which are each worker's own."""
+        named = dict(self._trainer.lightning_module.named_parameters())
+        for name, value in self._ours["apart"].items():
+            named[name].copy_(value)
 
     def load(self) -> dict[str, Any]:
         """The state as a checkpoint, for Lightning."""

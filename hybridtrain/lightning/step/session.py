@@ -199,6 +199,8 @@ class Session(WorkerSession):
         hooked = self._hooked_at_start if starts else self._hooked_behind_step
         if not (self._store.private_parameters and (alike or hooked)):
             return None
+        for step in self.steps:  # what was written to parameters that an optimizer has just got
+            step.admit()
         if not self.replica.written(alike):  # before a release is awaited
             return None
         self._client.settle()

@@ -210,14 +210,22 @@ class WorkerStep:
 
     def _changed_members(self) -> Members | None:
         """The slot numbers of each group, if anything about them has changed."""
-        now = parameters_of(self.optimizer)
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        if sizes == self._sizes and all(map(is_, now, self.parameters)):
+        if not self.admit():
             return None
         self.numbers = slot_numbers(self.optimizer, self._parts.number_of)
-        self.parameters, self._sizes = now, sizes
-        self._replica.admit(self.numbers, takes_sparse(self.optimizer))
+        self.parameters = parameters_of(self.optimizer)
+        self._sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         return members_of(self.optimizer, self.numbers)
+
+    def admit(self) -> bool:
+        """Let parameters that the optimizer has got lately follow the masters; returns if any."""
+        now, groups = parameters_of(self.optimizer), self.optimizer.param_groups
+        same = [len(group["params"]) for group in groups] == self._sizes
+        if same and all(map(is_, now, self.parameters)):
+            return False
+        numbers = slot_numbers(self.optimizer, self._parts.number_of)
+        self._replica.admit(numbers, takes_sparse(self.optimizer))
+        return True
 
     def own_state(self) -> dict[str, Any]:
         """State that only this worker has, for a checkpoint; may be empty."""
