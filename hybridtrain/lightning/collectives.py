@@ -50,16 +50,18 @@ class Collectives:
     def __init__(self, client: Client, device: torch.device | None = None) -> None:
         self._client, self._device = client, device or torch.device("cpu")
         self.local = False
-        self.weight = 1.0  # samples in this worker's mini-batch
+        self.samples = self.weight = (
+            1.0  # of this worker's mini-batch; what its gradient counts for
+        )
         self.alone = ""  # why no other worker takes part now; empty: they do
 
     def stay_local(self, local: bool) -> None:
         """The other workers do, or do not, do what this one does."""
         self.local = local
 
-    def begin_batch(self, local: bool, weight: float) -> None:
-        """A mini-batch of so many samples begins."""
-        self.local, self.weight = local, weight
+    def begin_batch(self, local: bool, samples: float, weight: float) -> None:
+        """A mini-batch of so many samples begins; ``weight``: of its gradient in the next step."""
+        self.local, self.samples, self.weight = local, samples, weight
 
     @property
     def n_workers(self) -> int:

@@ -106,8 +106,9 @@ class HybridLauncher(Launcher):
         strategy.begin_run()
         if strategy.data_options["data_shards"] is not None:
             check_visits(strategy.requirements)
-        check_all(strategy, trainer)
         if strategy.recording is not None and strategy.recording.instead is not None:
+            if strategy.recording.instead.rehearses:
+                check_all(strategy, trainer)
             if strategy.requirements.together > 1:
                 raise UserError(
                     "the run had inside, under which workers of a host meet without the server, "
@@ -127,6 +128,7 @@ class HybridLauncher(Launcher):
         strategy, trainer = self._strategy, job.trainer
         method = resolve_start_method(strategy.start_method)
         start = StartOptions(method, threads_of_a_worker(strategy, strategy.local_workers))
+        check_all(strategy, trainer)
         end_with_engine()
         strategy.faults.begin(trainer, strategy.world_size)
         job.global_state = carried(trainer, method)

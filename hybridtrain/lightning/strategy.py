@@ -324,7 +324,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         self._abstains = False
         samples, together = self._loaders.weigh(batch)
         weight = self.session.begin_batch(batch, samples, together)
-        self.collectives.begin_batch(not self.requirements.whole_rounds, weight)
+        self.collectives.begin_batch(not self.requirements.whole_rounds, samples, weight)
         send_writes(self.session, self._count, starts=True)
 
     def optimizer_step(

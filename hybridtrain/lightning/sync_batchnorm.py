@@ -78,7 +78,7 @@ def _statistics(
     """Mean and biased variance over all workers, (C,) each, and the number of values."""
     wide = input if input.dtype == torch.float64 else input.float()
     others = [d for d in range(input.dim()) if d != 1]
-    counts_at_all = float(group.weight > 0)  # a filler has weight 0
+    counts_at_all = float(group.samples > 0)  # a filler has none
     own = counts_at_all * (input.numel() // input.shape[1])
     mean = wide.mean(others)
     deviations = (wide - mean.view(1, -1, *[1] * (input.dim() - 2))).square().sum(others)

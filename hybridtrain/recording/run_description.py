@@ -38,7 +38,12 @@ from hybridtrain.worker.client import Client
 
 
 class Runner(Protocol):
-    """Runs the workers of a recorded run in this process."""
+    """Runs the workers of a recorded run in this process.
+
+    ``rehearses``: as another run, for which all has to be checked that is for a new one.
+    """
+
+    rehearses: bool
 
     def play(self, strategy: Any, body: Any, job: Any) -> list[Any]:
         """Run the workers; return their results, or none if they did not finish."""

@@ -139,8 +139,10 @@ def average(
     total = sum(request.weight for request in asked.values())
     shares = {w: request.weight / total for w, request in asked.items() if request.weight > 0}
     absent = [set(asked[worker].row.absent) for worker in shares]
-    missing = tuple(sorted(set.intersection(*absent))) if absent else ()
-    if shares and merges(rule, len(shares)):
+    if not absent:
+        return Averaged(tuple(range(len(store.layout.slots))))
+    missing = tuple(sorted(set.intersection(*absent)))
+    if merges(rule, len(shares)):
         return Averaged(_merge_by_rule(rule, asked, shares, store))
     if any(asked[worker].row.packed for worker in shares):
         return Averaged(missing, _average_one_by_one(asked, shares, store))
@@ -162,10 +164,7 @@ def _average_rows(shares: dict[int, float], store: Store, dtype: torch.dtype, po
         if mean_of is not out:  # a lone row
             out.copy_(mean_of)
 
-    if rows:
-        pool.map(piece, range(0, mean.numel(), _CHUNK))
-    else:
-        mean.zero_()
+    pool.map(piece, range(0, mean.numel(), _CHUNK))
 
 
 def _merge_by_rule(

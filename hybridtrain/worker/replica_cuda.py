@@ -330,7 +330,7 @@ def _measurable(tensor: torch.Tensor) -> torch.Tensor:
     """As real numbers that have a norm: a frozen base may be quantised to int8."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    return tensor if tensor.is_floating_point() else tensor.double()
+    return tensor if tensor.is_floating_point() else tensor.sum(dtype=torch.float64)  # no copy
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ the sending worker, because all draw alike from one seed as long as their mini-b
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,8 +109,8 @@ class RejoinState:
         self._begun: int | None = None  # the version at the beginning of the current step
         self._generators: dict[str, Any] = {}  # RNG states before its first mini-batch was fetched
         self._at_first = {} if back is None else back.checksums
+        self._at_first = self._at_first or _checksums(trainer)
         if context.on_failure.tells:  # else the worker sends by itself
-            self._at_first = self._at_first or _checksums(trainer)
             before(Point.FETCH, trainer.fit_loop.epoch_loop, self.fetch)
             self._client.listeners.on_question(self.tell)
         if pages is not None:
@@ -202,20 +201,25 @@ def _own_of(trainer: Any, at_first: dict[str, int]) -> dict[str, Any]:
 def _members(optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> list[list[str]]:
     """The names of the parameters in each group."""
     name_of = {id(parameter): name for name, parameter in named.items()}
-    return [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _checksums(trainer: Any) -> dict[str, int]:
-    """Of parameters that are in no optimizer."""
+    """Of parameters that are in no optimizer; none if no parameter is in one: all are trained."""
     groups = (group for each in trainer.optimizers for group in each.param_groups)
     trained = {id(parameter) for group in groups for parameter in group["params"]}
-    named = trainer.lightning_module.named_parameters()
+    named = trainer.lightning_module.named_parameters() if trained else ()
     return {name: _checksum(p.detach()) for name, p in named if id(p) not in trained}
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    found: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(found)
+    """The sum of its bits as whole numbers, where it lies: each epoch asks for it."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = real.contiguous().reshape(-1).view(_BITS[real.itemsize])
+    return int(bits.sum(dtype=torch.int64))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rejoin:
@@ -256,10 +260,11 @@ class Rejoin:
         Called once the optimizers are made, before their hyper-parameters are restored.
         """
         named = dict(self._trainer.lightning_module.named_parameters())
-        for name, trains in self._ours["trains"].items():
-            named[name].requires_grad_(trains)
+        for name in named.keys() & self._ours["trains"].keys():
+            named[name].requires_grad_(self._ours["trains"][name])
         for optimizer, groups in zip(self._trainer.optimizers, self._ours["members"], strict=False):
-            if groups == _members(optimizer, named):
+            known = all(name in named for names in groups for name in names)
+            if not known or groups == _members(optimizer, named):
                 continue
             own = [*optimizer.param_groups, *({**optimizer.param_groups[0]} for _ in groups)]
             for group, names in zip(own, groups, strict=False):
@@ -270,8 +275,8 @@ class Rejoin:
     def restore_apart(self) -> None:
         """Restore parameters outside of optimizers, which are each worker's own."""
         named = dict(self._trainer.lightning_module.named_parameters())
-        for name, value in self._ours["apart"].items():
-            named[name].copy_(value)
+        for name in named.keys() & self._ours["apart"].keys():  # user code may make some later
+            named[name].copy_(self._ours["apart"][name])
 
     def load(self) -> dict[str, Any]:
         """The state as a checkpoint, for Lightning."""

@@ -211,11 +211,13 @@ def check_renormalised(module: torch.nn.Module) -> None:
         UserError: naming a layer with ``max_norm``.
     """
     for name, layer in module.named_modules():
-        if getattr(layer, "max_norm", None) is not None and isinstance(layer, _RENORMALISED):
+        if not isinstance(layer, _RENORMALISED) or not layer.weight.requires_grad:
+            continue  # a frozen table is each worker's own, with the same rows
+        if layer.max_norm is not None:
             raise UserError(
                 f"{name} has max_norm={layer.max_norm:g}: its forward rescales the rows of a "
                 "mini-batch, which are others in each worker; leave it out, and rescale all rows "
-                "in on_train_batch_end with torch.renorm(weight, 2, 0, max_norm)"
+                f"in on_train_batch_end with torch.renorm(weight, {layer.norm_type:g}, 0, max_norm)"
             )
 
 

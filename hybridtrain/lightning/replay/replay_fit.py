@@ -47,6 +47,7 @@ class InProcessRunner(Generic[T]):
         run: lets the bodies of the workers run with a server and its clock; returns the outcome and
             their results (none if they did not finish).
         timeline: to be filled.
+        rehearses: it is another run than the recorded one.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class InProcessRunner(Generic[T]):
         record: Record,
         run: Callable[[Server, Stamp, Sequence[Body]], tuple[T, list[Any]]],
         timeline: Timeline | None = None,
+        rehearses: bool = False,
     ) -> None:
         self.record, self._run, self._timeline = record, run, timeline
+        self.rehearses = rehearses
         self.outcome: T | None = None
         self.error: BaseException | None = None
 
@@ -202,7 +205,7 @@ def rehearse_fit(
         UserError: if policy or exchange cannot be simulated, or the record says too little.
     """
     _check_times(record, context_of(trainer))
-    runner = InProcessRunner(record, partial(_what_if, record), timeline)
+    runner = InProcessRunner(record, partial(_what_if, record), timeline, rehearses=True)
     return runner.fit(trainer, module, **options)
 
 

@@ -67,7 +67,7 @@ class GradientGuard(Guard):
             return False
         context = context_of(self._trainer)
         if self._on_fault.oom == "raise":
-            said = out_of_memory(error, context, context.collectives.weight)
+            said = out_of_memory(error, context, context.collectives.samples)
             error.add_note(
                 f"This happened in {self._where()}. {said} Or go on without this mini-batch with "
                 "strategy.on_oom=drop or skip_step."

@@ -17,7 +17,7 @@ from pytorch_lightning.core.optimizer import do_nothing_closure
 
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
-from hybridtrain.lightning.preflight.strategy_checks import check_parameters
+from hybridtrain.lightning.preflight.strategy_checks import check_parameters, check_renormalised
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, beside
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final, is_hooked
@@ -57,6 +57,8 @@ class Session(WorkerSession):
         self.written = writes_itself(module, optimizers, requirements.in_place)
         stepped = [NoOptimizer(module)] if self.written else list(optimizers)
         check_parameters(module)  # again: configure_model may have made some
+        if requirements.parameters in ("masters", "copy") and client.n_workers > 1:
+            check_renormalised(module)
         named = ordered_parameters(module, stepped)
         number_of = {id(p): number for number, (_, p) in enumerate(named)}
         alike = requirements.together if requirements.means_gradients else 1
@@ -246,7 +248,7 @@ class Session(WorkerSession):
             samples: in it.
             together: samples of all workers in this step, if that is known.
         """
-        self._has_met = False
+        self._has_met = self._broken_off = False
         self.guard.begin(batch, self._gathered.stepped)
         joint = self._module.automatic_optimization and not self.has_own_parameters
         self.begin_samples(samples, together if joint else None)
@@ -317,6 +319,8 @@ class Session(WorkerSession):
         looks = not trying and self.replica.encoded is None
         if looks and not self.guard.accepts(tuple(trained), absent, packed, finite):
             self._gathered.clear()
+            if self.buffers is not None:
+                self.buffers.put_back(self._client.version)
         if (encoded := self.replica.encoded) is None:
             for number in absent:
                 self._store.gradient(worker, slots[number]).zero_()
@@ -353,14 +357,17 @@ class Session(WorkerSession):
         """
         self._has_mean = False
         output = closure()
-        broken_off, self._broken_off = self._broken_off, False
         if not self.scales:
-            return None if broken_off else output
+            return None if self._broken_off and self._gathered.weight <= 0 else output
         if not self._has_mean:
             self.average()
         if all(parameter.grad is None for parameter in self._parameters):
             return None
-        return torch.zeros(()) if output is None else output
+        if output is not None:
+            return output
+        nothing = torch.zeros((), device=self._parameters[0].device)
+        scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
+        return scaler.scale(nothing)  # which a scaler has to have been asked for before it steps
 
     def step_of_host(self, closure: Callable[[], Any]) -> Any:
         """The closure of a step, and the mean, also where it has made no gradient."""
@@ -412,7 +419,7 @@ class Session(WorkerSession):
         for parameter in self._parameters:
             parameter.grad = None
         self._gathered.clear()
-        self._broken_off = True
+        self._broken_off = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         return loss.detach()
 
 

@@ -164,10 +164,18 @@ def _is_plain(group: dict[str, object]) -> bool:
 # the step, so that the parameter groups that the user sees or saves are unchanged.
 
 
+def _no_step() -> None:
+    """For torch's wrapper."""
+
+
+_hooked: Any = torch.optim.Optimizer.profile_hook_step(_no_step)
+_WRAPPER = _hooked.__code__  # a decorator of the user's copies torch's mark
+
+
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """The class' ``step``, without torch's wrapper that runs step hooks."""
     step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    return step.__wrapped__ if getattr(step, "__code__", None) is _WRAPPER else step
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> None:

@@ -72,13 +72,23 @@ def trained(module: pl.LightningModule, lost: int | None) -> Tensor:
     return flat(module)
 
 
+class Lazily(Distils):
+    """Makes a parameter within its first step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if not hasattr(self, "shift"):
+            self.shift = nn.Parameter(torch.zeros(1), requires_grad=False)
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     ("module", "lost"),
     by_default(
-        [(kind, lost) for kind in (Distils, Unfreezes, Adds) for lost in (0, 1)],
+        [(kind, lost) for kind in (Distils, Unfreezes, Adds, Lazily) for lost in (0, 1)],
         (Distils, 0),
         (Unfreezes, 1),
         (Adds, 1),
+        (Lazily, 1),
     ),
 )
 def test_the_run_ends_with_the_bits_of_an_undisturbed_one(module: Any, lost: int) -> None:

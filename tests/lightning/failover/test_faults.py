@@ -172,9 +172,14 @@ class Normalised(Net):
         self.net.insert(0, torch.nn.BatchNorm1d(first.in_features))
 
 
+class LookingNormalised(Normalised, Looking):
+    pass
+
+
+@pytest.mark.parametrize("module", [Normalised, LookingNormalised])
 @pytest.mark.parametrize("choice", ["drop", "skip_step"])
-def test_a_mini_batch_that_is_left_out_leaves_no_statistics(choice: str) -> None:
-    ours, _ = train(Normalised, on_nonfinite=choice)
+def test_a_mini_batch_that_is_left_out_leaves_no_statistics(module: Any, choice: str) -> None:
+    ours, _ = train(module, on_nonfinite=choice)
     assert ours.net[0].running_mean.isfinite().all() and ours.net[0].running_var.isfinite().all()
 
 

@@ -192,3 +192,6 @@ def test_a_table_that_forward_rescales_is_refused_where_workers_share_it(kind: A
 
     with pytest.raises(UserError, match=r"table has max_norm=1: its forward .* torch\.renorm"):
         make_trainer("hybrid", 2).fit(Table(), DataLoader(regression_data(), 4))
+    frozen = Table()
+    frozen.table.requires_grad_(False)
+    make_trainer("hybrid", 2, max_steps=1).fit(frozen, DataLoader(regression_data(), 4))

@@ -28,15 +28,15 @@ class Scaled(MixedPrecision):
 
 
 class Line(pl.LightningModule):
-    """Notes its scale behind each mini-batch; ``nothing``: (worker, step) without a loss."""
+    """Notes its scale behind each epoch; ``nothing``: (worker, epoch, step) without a loss."""
 
-    def __init__(self, folder: Path, nothing: tuple[int, int] | None = None) -> None:
+    def __init__(self, folder: Path, nothing: tuple[int, int, int] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net, self.folder, self.nothing = nn.Linear(3, 1).double(), folder, nothing
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
-        if self.nothing == (self.global_rank, batch_idx) and self.current_epoch == 1:
+        if self.nothing == (self.global_rank, self.current_epoch, batch_idx):
             return None
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
@@ -49,8 +49,17 @@ class Line(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class Skips(Line):
+    """Nobody has a loss in two of the steps."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        if batch_idx == 0 and self.current_epoch in (0, 2):
+            return None
+        return super().training_step(batch, batch_idx)
+
+
 def trained(
-    module: Line, workers: int, n: int = 9, interval: int = 3, **options: Any
+    module: Line, workers: int, n: int = 9, interval: int = 3, accumulate: int = 1, **options: Any
 ) -> tuple[Tensor, list[str]]:
     """All parameters, and what each worker has noted."""
     generator = torch.Generator().manual_seed(1)
@@ -61,7 +70,11 @@ def trained(
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=interval)
     plugin = Scaled("16-mixed", "cpu", scaler)
     strategy = HybridStrategy("hybrid", keep_order=True, **options)
-    trainer = make_trainer(strategy, workers, max_epochs=4, plugins=[plugin])
+    for page in module.folder.glob("*.txt"):
+        page.unlink()
+    trainer = make_trainer(
+        strategy, workers, max_epochs=4, plugins=[plugin], accumulate_grad_batches=accumulate
+    )
     trainer.fit(module, DataLoader(TensorDataset(x, y), 8 // workers))
     found = torch.cat([p.detach().flatten() for p in module.parameters()])
     return found, [(module.folder / f"{w}.txt").read_text() for w in range(workers)]
@@ -83,10 +96,21 @@ def test_a_worker_without_samples_in_a_step_keeps_the_scale_of_the_others(tmp_pa
     torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("worker", [0, 1])
-def test_so_does_a_worker_whose_step_has_no_loss(worker: int, tmp_path: Path) -> None:
+def test_a_step_without_any_gradient_leaves_the_scaler_alone(tmp_path: Path) -> None:
+    """The first step of all, and a later one; and one that a hook skips at an uneven end."""
     here, there = folders(tmp_path)
-    _, notes = trained(Line(here, nothing=(worker, 0)), 2, n=16)
+    one, (alone,) = trained(Skips(here), 1)
+    two, notes = trained(Skips(there), 2)
+    assert notes == [alone] * 2
+    torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("worker", "at"), [(0, (1, 0)), (1, (1, 0)), (1, (0, 0))])
+def test_so_does_a_worker_whose_step_has_no_loss(
+    worker: int, at: tuple[int, int], tmp_path: Path
+) -> None:
+    here, there = folders(tmp_path)
+    _, notes = trained(Line(here, nothing=(worker, *at)), 2, n=16)
     _, others = trained(Line(there), 2, n=16)
     assert notes == others and notes[0] == notes[1]
 
@@ -107,8 +131,10 @@ class Breaks(torch.autograd.Function):
 
 
 class Heavy(Line):
+    at = 1
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        breaks = batch_idx == 1 and self.current_epoch == 1 and self.global_rank == 0
+        breaks = batch_idx == self.at and self.current_epoch == 1 and self.global_rank == 0
         return nn.functional.mse_loss(Breaks.apply(self.net(batch[0]), breaks), batch[1])
 
 
@@ -116,3 +142,15 @@ class Heavy(Line):
 def test_a_backward_out_of_memory_is_forgiven_with_a_scaler(workers: int, tmp_path: Path) -> None:
     found, notes = trained(Heavy(tmp_path), workers, n=16, on_oom="drop")
     assert found.isfinite().all() and len({*notes}) == 1
+
+
+def test_a_backward_that_was_broken_off_takes_no_later_one_along(tmp_path: Path) -> None:
+    """Of two accumulated mini-batches the first one's breaks: the second one's gradient counts."""
+    here, there = folders(tmp_path)
+    heavy = type("First", (Heavy,), {"at": 0})
+    options = {"n": 16, "accumulate": 2, "interval": 1000}
+    found, _ = trained(heavy(here), 1, on_oom="drop", **options)
+    other, _ = trained(Line(there), 1, **options)
+    assert (found - other).abs().max() > 0, "one mini-batch is missing"
+    _, (notes,) = trained(heavy(here), 1, on_oom="drop", **options)
+    assert notes.split()[-1] == "4", "and each step was made"
