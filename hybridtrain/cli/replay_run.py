@@ -122,7 +122,8 @@ def rebuilt(
         cfg.trainer.enable_progress_bar, cfg.ckpt = False, _checkpoint(told)
         if record.n_hosts > 1:
             # One host has the workers of all, on devices of the same numbers.
-            cfg.trainer.num_nodes, cfg.strategy.min_hosts = 1, None
+            cfg.trainer.num_nodes = 1
+            cfg.strategy["min_hosts"] = None
             cfg.strategy.workers_per_device *= record.n_hosts
         cfg.strategy.record, cfg.profile, cfg.advice = None, False, False
         cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}

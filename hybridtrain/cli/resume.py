@@ -158,7 +158,7 @@ def _last(typed: dict[str, str], values: dict[str, Any]) -> Path:
     for directory in runs_below(root):
         if configuration(directory)["model"].get("_target_") != model:
             continue
-        if (path := newest_of_run(directory)) is not None:
+        if (path := newest(_folders(directory))) is not None:
             print(f"ckpt=last: {path}", flush=True)
             return path
     raise UserError(
@@ -287,7 +287,8 @@ def sign(directory: Path, goes_on: bool) -> None:
     former = _former(directory)
     if not goes_on:
         found = _checkpoints(_folders(directory))
-        former = {str(path): path.stat().st_mtime_ns for path in found}
+        home = os.path.realpath(directory)
+        former = {os.path.relpath(path, home): path.stat().st_mtime_ns for path in found}
     said = {"format": FORMAT, "hybridtrain": hybridtrain.__version__, "former": former}
     write_whole(directory / RUN_FILE, json.dumps(said).encode() + b"\n")
 
@@ -295,7 +296,8 @@ def sign(directory: Path, goes_on: bool) -> None:
 def _former(directory: Path) -> dict[str, Any]:
     """The times in ns of the checkpoints that a run found in its directory, by their paths."""
     found = read_mapping(directory / RUN_FILE, []).get("former")
-    return found if isinstance(found, dict) else {}
+    known = found if isinstance(found, dict) else {}
+    return {os.path.realpath(directory / name): time_ns for name, time_ns in known.items()}
 
 
 def check_run(directory: Path) -> None:
@@ -394,8 +396,15 @@ def newest_in(directory: Path) -> Path | None:
 def _folders(directory: Path) -> set[Path]:
     known = configuration(directory) if (directory / CONFIG_FILE).exists() else {}
     nodes = placed(known, directory.absolute()).get("callbacks") or {}
-    folders = {Path(x["dirpath"]) for x in nodes.values() if x and x.get("dirpath")}
-    return {*folders, directory.absolute() / "checkpoints"}
+    given = [str(x["dirpath"]) for x in nodes.values() if x and x.get("dirpath")]
+    for own in ("${hydra:runtime.output_dir}", "${hydra:run.dir}"):
+        given = [text.replace(own, str(directory.absolute())) for text in given]
+    if unknown := [text for text in given if "${" in text]:
+        raise UserError(
+            f"{directory / CONFIG_FILE}: dirpath={unknown[0]} of a callback cannot be resolved "
+            "outside of the run; name the checkpoint with ckpt=PATH"
+        )
+    return {*map(Path, given), directory.absolute() / "checkpoints"}
 
 
 def _checkpoints(folders: Iterable[Path]) -> set[Path]:

@@ -227,7 +227,7 @@ def _run(
     contributions = _contributions(plan, spec, n, steps := fmean(sizes))
     times, needs = _times(source, layout), policy.begin(n)
     same = _as_recorded(source, layout) and spec.label == source.strategy
-    longer = None if same else _contention(plan, source, layout, needs)
+    longer, scale = (None, 1.0) if same else _contention(plan, source, layout, needs)
     own = exchange.parameters == "own" and source.parameters != "own"
     own_step_s = seen.update_s if own else 0.0  # else it is in the times
     added_s = between_s, own_step_s
@@ -238,6 +238,7 @@ def _run(
         *(policy, exchange, draws, network, _update_s(source, needs.gathers), epoch),
         longer=longer,
         slower=layout.slower,
+        scale=scale,
         row_bytes=_row_bytes(spec, exchange, seen.size_bytes),
     )
     if timing.requirements.watches_loss or timing.requirements.evaluates:
@@ -325,8 +326,8 @@ def _factors(source: Evidence, layout: Layout) -> Mapping[int, float]:
 
 def _contention(
     plan: Plan, source: Evidence, layout: Layout, needs: Needs
-) -> Callable[[int], float]:
-    """Times as long as recorded, where so many workers of all hosts begin together."""
+) -> tuple[Callable[[int], float], float]:
+    """Times as long as recorded, where so many workers of all hosts begin together, and alone."""
     usual_s, threads, n_before = source.ordinary_s, source.threads, source.seen.n_workers
     recorded = source.cores or plan.own_cores
     # If the run does not say: always busy, as far as it had cores.
@@ -347,9 +348,10 @@ def _contention(
         here = min(layout.each, -(-together // layout.hosts))
         busy = here * threads + (layout.each - here) * asked
         part = 1 + part_s / own_s * (max(1.0, busy / cores) - 1)
-        return own_s / usual_s * (now / then) * part
+        return scale * part
 
-    return longer
+    scale = own_s / usual_s * (now / then)
+    return longer, scale
 
 
 def _memory_factor(source: Evidence, workers: int, whole_rounds: bool) -> float:

@@ -141,6 +141,7 @@ class TimingRun:
         epoch: mini-batches after which all workers meet; ``None``: they never do.
         longer: of so many workers that begin at the same time, how many times as long each takes.
         slower: workers on slower devices, which are ``longer`` by no more seconds than others.
+        scale: what ``longer`` gives where no worker waits for another.
         row_bytes: of a contribution; ``None``: as many as the parameters have.
 
     Raises:
@@ -158,10 +159,11 @@ class TimingRun:
         longer: Callable[[int], float] | None = None,
         row_bytes: int | None = None,
         slower: Mapping[int, float] | None = None,
+        scale: float = 1.0,
     ) -> None:
         n = len(draws)
         self._shares = [1 / (slower or {}).get(worker, 1.0) for worker in range(n)]
-        self._longer, self._factor, self.factors = longer, 1.0, 0.0
+        self._scale, self._longer, self._factor, self.factors = scale, longer, 1.0, 0.0
         self._policy, self._draws, self.update_s = policy, draws, update_s
         self.requirements: Requirements = begin_policy(policy, exchange, n)
         once = self.requirements.whole_rounds, self.requirements.everyone
@@ -225,7 +227,7 @@ class TimingRun:
                 return
         self._asked.discard(worker)
         self.network_s += at_s - self.now_s + self._own_s
-        longer = 1 + (self._factor - 1) * self._shares[worker]
+        longer = self._scale + (self._factor - self._scale) * self._shares[worker]
         end_s = at_s + self._draws[worker]() * longer
         self.factors += self._factor
         heapq.heappush(self._due, (end_s + self._own_s, worker, LEFT))

@@ -80,8 +80,9 @@ class Timeline:
         if not pushed:
             self._begun_s[worker] = begin_s
             return
-        self._last[worker] = self._add(Bar(worker, Doing.COMPUTING, begin_s, end_s))
-        self._n_bars[worker] = self._n_bars.get(worker, 0) + (begin_s >= self.begin_s)
+        self._last[worker] = bar = self._add(Bar(worker, Doing.COMPUTING, begin_s, end_s))
+        counts = bar is not None and begin_s >= self.begin_s
+        self._n_bars[worker] = self._n_bars.get(worker, 0) + counts
         if self._n_bars[worker] == MOST_BARS:
             self.until_s = min(self.until_s, end_s)
 

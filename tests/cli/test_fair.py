@@ -278,7 +278,7 @@ def test_a_comparison_that_was_broken_off_goes_on_as_it_would_have(
     assert (more.code, len(jobs)) == (0, 6 - at_most + 4 * 2), more.err
     assert [x["seeds"] for x in content()["strategies"]] == [5, 5]
     assert "all jobs of this sweep have finished" in command("-m", "resume=jobs").err
-    assert "this sweep has seeds=1, and can" in command("-m", "resume=jobs", "seeds=0").err
+    assert "this sweep has seeds=5, and can" in command("-m", "resume=jobs", "seeds=0").err
 
 
 RATE = {"optimizer.lr": "0.1"}

@@ -373,6 +373,35 @@ def test_what_an_earlier_run_has_left_in_the_directory_is_not_gone_on_from(
     assert resume.newest_of_run(Path("run")) == Path("run/checkpoints/last.ckpt").absolute()
 
 
+def test_what_was_left_there_is_known_where_the_directory_has_moved() -> None:
+    make_up_a_run("run")
+    path = Path("run/checkpoints/last.ckpt")
+    path.parent.mkdir()
+    torch.save({"n": 1}, path)
+    resume.sign(Path("run"), goes_on=False)
+    Path("run").rename("moved")
+    assert resume.newest_of_run(Path("moved")) is None
+    model = ["task=digits", "ckpt=last", "hydra.run.dir=moved"]
+    last_one = expanded(model)[-1]
+    assert last_one == f"ckpt='{Path('moved/checkpoints/last.ckpt').absolute()}'", "of any run"
+
+
+def test_checkpoints_are_found_where_hydra_has_put_them() -> None:
+    make_up_a_run("run")
+    config = OmegaConf.load("run/.hydra/config.yaml")
+    for place, found in (("${hydra:runtime.output_dir}/ck", True), ("${hydra:job.name}/ck", False)):
+        config.callbacks.checkpoint.dirpath = place
+        OmegaConf.save(config, "run/.hydra/config.yaml")
+        path = Path("run/ck/last.ckpt")
+        path.parent.mkdir(exist_ok=True)
+        torch.save({"n": 1}, path)
+        if found:
+            assert resume.newest_of_run(Path("run")) == path.absolute()
+        else:
+            with pytest.raises(UserError, match="cannot be resolved outside of the run"):
+                resume.newest_of_run(Path("run"))
+
+
 def test_paths_in_a_run_mean_what_they_meant_when_it_began(command: Command) -> None:
     make_up_a_run("old")
     hydra = {"hydra": {"overrides": {"hydra": ["hydra.job.chdir=true", "hydra.run.dir=old"]}}}

@@ -126,6 +126,18 @@ def test_failed_points_of_a_grid_wait_again_and_a_failed_job_is_made_up_for(tmp_
     assert again.params == {"lr": "1"} and search.next() is None
 
 
+def test_trials_of_a_search_that_has_moved_go_on(tmp_path: Path) -> None:
+    study = optuna.create_study()
+    space, _ = space_of(["lr=tag(log, interval(1e-4,1))"])
+    first = Search(study, space, "random", 0, tmp_path / "before")
+    first.prepare(3, alone=True)
+    assert first.next() is not None
+    moved = Search(study, space, "random", 0, tmp_path / "behind")
+    moved.prepare(3, alone=True)
+    trial, has_begun = moved.next() or pytest.fail("it goes on")
+    assert (trial.number, has_begun) == (0, True)
+
+
 def test_two_sweeps_that_share_a_study_try_each_point_once(tmp_path: Path) -> None:
     study = optuna.create_study()
     space, _ = space_of(["lr=1,2", "width=1,2"])

@@ -226,6 +226,13 @@ def test_a_slower_device_needs_no_more_processor_time(tmp_path: Path) -> None:
     assert row["samples_per_s"] == pytest.approx(32 / (3 + 1 + UPDATE_S), rel=0.02)
 
 
+def test_so_it_is_where_the_recorded_run_had_waited_for_cores(tmp_path: Path) -> None:
+    """Four workers on a core each took four seconds for one: alone the slow one takes three."""
+    run = left(tmp_path / "run", [4.0] * 4, cores=1, cpu_s=1.0 * 320)
+    (row,) = planned(tmp_path, f"run={run}", "strategy=hybrid", "hosts=1x2:slower=3:cores=4")
+    assert row["samples_per_s"] == pytest.approx(16 / (3 + UPDATE_S), rel=0.03)
+
+
 # ---- what is shown ------------------------------------------------------------------------------
 
 

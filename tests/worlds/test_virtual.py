@@ -15,7 +15,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.policies import OnArrival, Policy, WaitForAll
 from hybridtrain.worlds.virtual.network import Conditions
-from hybridtrain.worlds.virtual.script import Dies, Script
+from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 from tests.picking import by_default
@@ -125,13 +125,19 @@ def test_impossible_service_times_are_refused(arguments: dict[str, Any], text: s
         ServiceTimes(**arguments)
 
 
-def test_from_the_next_epoch_on_the_others_have_the_share_of_a_dead_worker() -> None:
-    script = Script((Dies(0.5, 3),))
+@pytest.mark.parametrize(
+    ("script", "missing"),
+    [(Script((Dies(0.5, 3),)), 80), (Script((Joins(1000.0, 3),)), 0)],
+    ids=["dies", "not there"],
+)
+def test_from_the_next_epoch_on_the_others_have_the_share_of_a_worker_that_is_not_there(
+    script: Script, missing: int
+) -> None:
     world = VirtualWorld(
         WaitForAll(), 4, CONSTANT, 8, epoch=320, conditions=Conditions(script=script)
     )
     world.run(epochs=4)
-    assert world.server.statistics.samples == 3 * 320 + 3 * 80, "but for the first one's"
+    assert world.server.statistics.samples == 4 * 320 - missing, "of the epoch in which it dies"
 
 
 # ---- real gradients -----------------------------------------------------------------------------

@@ -239,4 +239,13 @@ def going_on(directory: Path) -> list[str]:
     name = path.name if path else "its beginning"
     print(f"{directory} goes on from {name}", flush=True)
     own = [] if path is None else [quoted("ckpt", path)]
+    own += ["strategy.faults=null"] if _has_own_faults(directory) else []
     return [quoted("resume", directory), "faults=null", *own]  # what went wrong has been tried
+
+
+def _has_own_faults(directory: Path) -> bool:
+    try:
+        strategy = read_yaml(directory / CONFIG_FILE)["strategy"]
+        return isinstance(strategy["faults"], list)  # else ${faults}, or Lightning's have no such
+    except (UserError, LookupError, TypeError):
+        return False

@@ -123,7 +123,7 @@ class OptunaSweeper(JobSweeper):
             study = self._study(directory, direction)
             _check_trials(study, directory)
             search = Search(study, space, self.sampler, _seed_of(study, self.seed), directory)
-            search.prepare(self.n_trials)
+            search.prepare(self.n_trials, alone=self.storage is None)
             resumed.sign(directory, self.sweep_config)
             SearchRun(
                 self.launcher, search, fixed, str(task.metric), _turned(task, direction)
@@ -342,10 +342,14 @@ class Search:
             )
         study.set_user_attr("space", now)
 
-    def prepare(self, n_trials: int | None) -> None:
-        """Count what is left to do: trials that a kill left unfinished come first."""
+    def prepare(self, n_trials: int | None, alone: bool = False) -> None:
+        """Count what is left to do: trials that a kill left unfinished come first.
+
+        ``alone``: no other sweep has trials of this study; the directory may have moved.
+        """
         unfinished = self.study.get_trials(states=(self.states.RUNNING,))
-        self._left = [x for x in unfinished if x.user_attrs.get("directory") == self._here]
+        mine = [x for x in unfinished if x.user_attrs.get("directory") == self._here]
+        self._left = unfinished if alone else mine
         self.before = [x for x in self.study.get_trials() if x.state.is_finished()]
         if self._sampler == "grid":
             n_grid = self._enqueue_grid()
@@ -394,11 +398,7 @@ class Search:
 
 
 class LiveTable:
-    """The trials on a terminal, drawn anew whenever something has changed.
-
-    Args:
-        sign: -1 where the study has reports with the other sign.
-    """
+    """The trials on a terminal, drawn anew at each change; ``sign``: -1 turns reports around."""
 
     ROWS = 12  # the last trials
 
@@ -448,9 +448,8 @@ class SearchRun:
         self._trials: dict[int, Trial] = {}
         self._mailboxes: dict[int, Mailbox] = {}
         self._pruned: dict[int, int] = {}  # job -> number of the report
-        self._shown: LiveTable | None = None
-        if launcher.at_once != 1 and sys.stdout.isatty():
-            self._shown = LiveTable(self._sign)
+        live = launcher.at_once != 1 and sys.stdout.isatty()
+        self._shown = LiveTable(self._sign) if live else None
         self._measured = any(x.state == self._states.COMPLETE for x in search.before)
 
     def run(self) -> None:

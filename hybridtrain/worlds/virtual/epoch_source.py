@@ -122,7 +122,7 @@ class EpochSource:
         self._turns = server.requirements.takes_turns
         table = task.timetable
         self._present = {*range(len(table.sizes))}
-        self._whole, self._places = self._dealt()
+        self._deals_anew = True
         self._epoch = 0
         self._step = [0] * len(table.sizes)  # of each worker, in the epoch
         self._ended: set[int] = set()  # workers without mini-batches left in the epoch
@@ -143,6 +143,9 @@ class EpochSource:
     def _share(self, worker: int) -> Push | None:
         """The worker's share of the next global mini-batch, if not empty."""
         table = self._task.timetable
+        if self._deals_anew and not any(self._step):
+            self._whole, self._places = self._dealt()
+            self._deals_anew = False
         whole = self._whole
         begin = self._step[worker] * whole
         if begin >= (table.length // whole * whole if table.drop_last else table.length):
@@ -190,7 +193,6 @@ class EpochSource:
         self._epoch += 1
         self._step = [0] * len(self._step)
         self._ended.clear()
-        self._whole, self._places = self._dealt()
         for worker, own in enumerate(self._own):
             self._hear(own.epoch_ended(), worker)
         if not self._own:
@@ -199,10 +201,12 @@ class EpochSource:
     def leave(self, worker: int) -> None:
         """The worker has died: from the next epoch on the others have its share."""
         self._present.discard(worker)
+        self._deals_anew = True
 
     def admit(self, worker: int) -> None:
         """The worker joins at the others' step."""
         self._present.add(worker)
+        self._deals_anew = True
         self._ended.discard(worker)
         self._step[worker] = max(self._step) if self._shares else 0
 

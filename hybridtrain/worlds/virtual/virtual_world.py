@@ -270,6 +270,8 @@ class VirtualWorld:
         self._due: list[Due] = [(x.at_s, n - len(comings), 0, x) for n, x in enumerate(comings)]
         self.server.statistics.start()
         for worker in sorted(absent):
+            if self._source is not None:
+                self._source.leave(worker)
             self._on(Removed(worker))
         for worker in range(n_workers):
             if worker not in absent:
