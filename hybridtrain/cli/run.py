@@ -93,7 +93,7 @@ def begin(cfg: DictConfig) -> None:
         return
     directory = Path(cfg.run_dir)
     try:
-        sign(directory, goes_on=cfg.get("resume") is not None or cfg.test_only)
+        sign(directory, goes_on=bool(cfg.get("resume") or cfg.get("test_only")))
         for name in (SUMMARY_FILE, STATS_FILE):  # after `kill -9` both may be there
             (directory / name).unlink(missing_ok=True)
     except OSError as error:

@@ -107,13 +107,13 @@ class HybridLauncher(Launcher):
         if strategy.data_options["data_shards"] is not None:
             check_visits(strategy.requirements)
         if strategy.recording is not None and strategy.recording.instead is not None:
-            if strategy.recording.instead.rehearses:
-                check_all(strategy, trainer)
             if strategy.requirements.together > 1:
                 raise UserError(
                     "the run had inside, under which workers of a host meet without the server, "
                     "and its record says nothing of that; it cannot be replayed"
                 )
+            if strategy.recording.instead.rehearses:
+                check_all(strategy, trainer)
             strategy.faults.begin(trainer, strategy.world_size, rehearses=True)
             return self._play(strategy.recording.instead, job)
         handled = sys.exception()  # by the user's code, which may look at it

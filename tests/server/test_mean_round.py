@@ -49,10 +49,10 @@ def test_it_is_summed_in_the_order_of_workers_whoever_does_it(
             assert torch.equal(row[dtype], before[dtype])
 
 
-def test_where_nobody_weighs_anything_the_mean_is_zero() -> None:
+def test_where_nobody_weighs_anything_there_is_no_mean() -> None:
     store = store_of(2)
-    average({0: Average(0.0)}, store, Pool(1))
-    assert not any(flat.any() for flat in store.means.values())
+    found = average({0: Average(0.0)}, store, Pool(1))
+    assert found.absent == tuple(range(len(store.layout.slots)))
 
 
 def test_what_a_lost_worker_has_brought_its_successor_brings_anew() -> None:
