@@ -69,8 +69,8 @@ def portable(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def placed(content: Any, run_dir: Path, former: str = RUN_DIR) -> Any:
-    """Keys and values with ``run_dir`` for the placeholder, or for another run's directory."""
+def placed(content: Any, run_dir: str | Path, former: str = RUN_DIR) -> Any:
+    """Keys and values with ``run_dir`` for the placeholder, or for what it was called before."""
     match content:
         case dict():
             pairs = content.items()

@@ -366,18 +366,7 @@ def configuration(directory: Path) -> dict[str, Any]:
 
 def _comparable(cfg: DictConfig) -> dict[str, Any]:
     """As :func:`portable` has it, but with ``${hydra:…}``, which only a run itself can resolve."""
-    return portable(OmegaConf.create(_with_text_of_hydra(OmegaConf.to_container(cfg))))
-
-
-def _with_text_of_hydra(content: Any) -> Any:
-    match content:
-        case dict():
-            return {key: _with_text_of_hydra(value) for key, value in content.items()}
-        case list():
-            return [_with_text_of_hydra(value) for value in content]
-        case str():
-            return content.replace("${hydra:", r"\${hydra:")
-    return content
+    return portable(OmegaConf.create(placed(OmegaConf.to_container(cfg), r"\${hydra:", "${hydra:")))
 
 
 # ---- checkpoints --------------------------------------------------------------------------------

@@ -50,9 +50,8 @@ class Collectives:
     def __init__(self, client: Client, device: torch.device | None = None) -> None:
         self._client, self._device = client, device or torch.device("cpu")
         self.local = False
-        self.samples = self.weight = (
-            1.0  # of this worker's mini-batch; what its gradient counts for
-        )
+        self.samples = 1.0  # of this worker's mini-batch
+        self.weight = 1.0  # of its gradient in the next step
         self.alone = ""  # why no other worker takes part now; empty: they do
 
     def stay_local(self, local: bool) -> None:

@@ -281,9 +281,9 @@ def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
     check_parts(strategy)
     strategy.faults.check(strategy.requirements, strategy.world_size)
     check_parameters(trainer.lightning_module)
-    shares = strategy.requirements.parameters in ("masters", "copy") and strategy.world_size > 1
-    if shares and trainer.state.fn == "fit":
-        check_renormalised(trainer.lightning_module)
+    if trainer.state.fn == "fit":
+        module = trainer.lightning_module
+        check_renormalised(module, strategy.requirements, strategy.world_size)
 
 
 def carried(trainer: pl.Trainer, start_method: str) -> GlobalState | None:

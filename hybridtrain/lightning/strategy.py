@@ -332,10 +332,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     ) -> Any:
         assert self.session is not None and self.step_rollback is not None
         self._snapshot = None
-        gated = self._absence.gated(closure)
-        if self.session.steps_with_host:
-            gated = partial(self.session.step_of_host, gated)
-        gated = partial(self.session.output_of, gated)
+        gated = partial(self.session.output_of, self._absence.gated(closure))
         run = partial(super().optimizer_step, optimizer, gated, model, **kwargs)
         output = self.session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False

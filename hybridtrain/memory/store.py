@@ -9,6 +9,8 @@ import mmap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from math import prod
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -125,10 +127,18 @@ class UpdateMaker(Enum):
         return self in (UpdateMaker.ONE_BY_ONE, UpdateMaker.IN_PLACE)
 
 
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of the elements, wherever and however they lie."""
+    return crc32(_flat_bytes(tensor))
+
+
 def elements(tensor: torch.Tensor) -> bytes:
     """A tensor's elements, in the order of its shape."""
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().tobytes()
+    return _flat_bytes(tensor).tobytes()
+
+
+def _flat_bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def tensor_of(elements: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

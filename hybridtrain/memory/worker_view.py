@@ -24,18 +24,17 @@ import resource
 import struct
 import sys
 import weakref
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hybridtrain.memory.layout import Slot
-from hybridtrain.memory.store import Store
+from hybridtrain.memory.store import Store, checksum
 
 # ---- ask the kernel which pages of a private mapping this process has written to ----------------
 # Theory of operation. A private mapping of shared memory shows the writes of other processes, until
@@ -406,16 +405,11 @@ class Direct:
         others = set(self._store.layout.slots) - set(slots)
         for slot in self._own.keys() - others:  # the first one that trains it says how it begins
             master, before = self._store.master(slot), self._checksums.pop(slot)
-            if _checksum(master) == before:
+            if checksum(master) == before:
                 master.copy_(self._own[slot])
         self._own = {slot: self.view(slot).clone() for slot in others}
         new = others - self._checksums.keys()
-        self._checksums |= {slot: _checksum(self._store.master(slot)) for slot in new}
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    found: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(found)
+        self._checksums |= {slot: checksum(self._store.master(slot)) for slot in new}
 
 
 WorkerView = CopyOnWrite | Copied | Direct

@@ -46,7 +46,7 @@ from hybridtrain.plan.evidence import (
     Target,
     nearest,
 )
-from hybridtrain.plan.timing import Draw, TimingRun
+from hybridtrain.plan.timing import Contention, Draw, TimingRun
 from hybridtrain.policies import Needs, make_policy
 from hybridtrain.recording.observed import Observed
 from hybridtrain.simulate.simulations import StrategySpec
@@ -227,7 +227,7 @@ def _run(
     contributions = _contributions(plan, spec, n, steps := fmean(sizes))
     times, needs = _times(source, layout), policy.begin(n)
     same = _as_recorded(source, layout) and spec.label == source.strategy
-    longer, scale = (None, 1.0) if same else _contention(plan, source, layout, needs)
+    contention = None if same else _contention(plan, source, layout, needs)
     own = exchange.parameters == "own" and source.parameters != "own"
     own_step_s = seen.update_s if own else 0.0  # else it is in the times
     added_s = between_s, own_step_s
@@ -236,9 +236,7 @@ def _run(
     network = replace(layout.network, hosts=layout.hosts, size_bytes=seen.size_bytes)
     timing = TimingRun(
         *(policy, exchange, draws, network, _update_s(source, needs.gathers), epoch),
-        longer=longer,
-        slower=layout.slower,
-        scale=scale,
+        contention=contention,
         row_bytes=_row_bytes(spec, exchange, seen.size_bytes),
     )
     if timing.requirements.watches_loss or timing.requirements.evaluates:
@@ -324,10 +322,7 @@ def _factors(source: Evidence, layout: Layout) -> Mapping[int, float]:
     return {worker: factor for worker, factor in layout.slower.items() if factor >= SLOW}
 
 
-def _contention(
-    plan: Plan, source: Evidence, layout: Layout, needs: Needs
-) -> tuple[Callable[[int], float], float]:
-    """Times as long as recorded, where so many workers of all hosts begin together, and alone."""
+def _contention(plan: Plan, source: Evidence, layout: Layout, needs: Needs) -> Contention:
     usual_s, threads, n_before = source.ordinary_s, source.threads, source.seen.n_workers
     recorded = source.cores or plan.own_cores
     # If the run does not say: always busy, as far as it had cores.
@@ -341,17 +336,17 @@ def _contention(
             own_s = max(part_s, usual_s - part_s * (n_before * threads / recorded - 1))
     each = (layout.each, n_before)
     now, then = (_memory_factor(source, n, needs.whole_rounds) for n in each)
-    # Of a worker on average; of those that take turns, one computes.
+    # A worker's share of a core on average; where workers take turns, one computes.
     cores, asked = layout.cores or recorded, 0.0 if needs.turns else cpu_s / own_s
 
     def longer(together: int) -> float:
         here = min(layout.each, -(-together // layout.hosts))
         busy = here * threads + (layout.each - here) * asked
         part = 1 + part_s / own_s * (max(1.0, busy / cores) - 1)
-        return scale * part
+        return alone * part
 
-    scale = own_s / usual_s * (now / then)
-    return longer, scale
+    alone = own_s / usual_s * (now / then)
+    return Contention(longer, alone, layout.slower)
 
 
 def _memory_factor(source: Evidence, workers: int, whole_rounds: bool) -> float:

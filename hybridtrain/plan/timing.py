@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
+from typing import NamedTuple
 
 from hybridtrain.exchanges import Exchange
 from hybridtrain.exchanges.requirements import Requirements, begin_policy
@@ -129,6 +131,18 @@ class Epoch:
         self.left += 1
 
 
+class Contention(NamedTuple):
+    """Times as long as recorded that mini-batches take.
+
+    ``longer``: of so many workers that begin at the same time; ``alone``: of one that waits for no
+    other; ``slower``: workers on slower devices, which wait no more seconds than the others.
+    """
+
+    longer: Callable[[int], float]
+    alone: float = 1.0
+    slower: Mapping[int, float] = MappingProxyType({})
+
+
 class TimingRun:
     """Runs a policy on a clock that jumps from event to event.
 
@@ -139,9 +153,7 @@ class TimingRun:
         network: latency and bandwidth, and how many hosts there are.
         update_s: of an update.
         epoch: mini-batches after which all workers meet; ``None``: they never do.
-        longer: of so many workers that begin at the same time, how many times as long each takes.
-        slower: workers on slower devices, which are ``longer`` by no more seconds than others.
-        scale: what ``longer`` gives where no worker waits for another.
+        contention: how much longer workers take that begin at the same time.
         row_bytes: of a contribution; ``None``: as many as the parameters have.
 
     Raises:
@@ -156,14 +168,11 @@ class TimingRun:
         network: Network,
         update_s: float = 0.0,
         epoch: int | None = None,
-        longer: Callable[[int], float] | None = None,
+        contention: Contention | None = None,
         row_bytes: int | None = None,
-        slower: Mapping[int, float] | None = None,
-        scale: float = 1.0,
     ) -> None:
         n = len(draws)
-        self._shares = [1 / (slower or {}).get(worker, 1.0) for worker in range(n)]
-        self._scale, self._longer, self._factor, self.factors = scale, longer, 1.0, 0.0
+        self._contention, self._factor, self.factors = contention, 1.0, 0.0
         self._policy, self._draws, self.update_s = policy, draws, update_s
         self.requirements: Requirements = begin_policy(policy, exchange, n)
         once = self.requirements.whole_rounds, self.requirements.everyone
@@ -189,8 +198,8 @@ class TimingRun:
         self._to_ask = set(range(n)) if self.requirements.asks else set[int]()
         for worker in range(n):
             policy.on(Joined(worker))
-        if longer is not None:
-            self._factor = longer(n)
+        if contention is not None:
+            self._factor = contention.longer(n)
         for worker in range(n):
             self._go_on(worker, 0.0)
 
@@ -227,7 +236,10 @@ class TimingRun:
                 return
         self._asked.discard(worker)
         self.network_s += at_s - self.now_s + self._own_s
-        longer = self._scale + (self._factor - self._scale) * self._shares[worker]
+        longer = self._factor
+        if self._contention is not None and worker in self._contention.slower:
+            alone = self._contention.alone
+            longer = alone + (longer - alone) / self._contention.slower[worker]
         end_s = at_s + self._draws[worker]() * longer
         self.factors += self._factor
         heapq.heappush(self._due, (end_s + self._own_s, worker, LEFT))
@@ -286,8 +298,8 @@ class TimingRun:
             self._busy = False
 
     def _answer(self, released: Sequence[int]) -> None:
-        if self._longer is not None and released:
-            self._factor = self._longer(self._together or len(released))
+        if self._contention is not None and released:
+            self._factor = self._contention.longer(self._together or len(released))
         for worker in released:
             loaded = not self._turns or worker in self._asked
             self._go_on(worker, self.links.back_s(worker, self.now_s, loaded, self.version))

@@ -197,7 +197,7 @@ class CudaReplica(Replica):
         self._sparse = known | set(numbers) if sparse else known - set(numbers)
         new = sorted(set(numbers) - set(self._following))
         self._following = sorted([*self._following, *new])
-        # What was written while they were frozen, and to the others, stays to be seen.
+        # Their norms are those before training: writes to them while they were frozen are found.
         self._take_norms([number for number in new if number not in self._norms])
 
     def refresh(self, keep: bool = False) -> None:

@@ -160,9 +160,8 @@ def test_a_report_is_no_metric_and_a_replaced_failure_is_none(tmp_path: Path) ->
     study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
     assert study.trials[0].value == -0.45, "Optuna's own"
     runs = SearchRun.__new__(SearchRun)
-    monkey = {"_job": lambda trial: SimpleNamespace(folder=tmp_path / str(trial.number))}
-    vars(runs).update(_states=optuna.trial.TrialState, **monkey)
-    ends = [runs._ending(x) for x in study.trials]
+    vars(runs)["_states"] = optuna.trial.TrialState
+    ends = [runs._ending(x, tmp_path / str(x.number)) for x in study.trials]
     assert [(x.exit, x.metric) for x in ends] == [(0, None), (0, None)]
     assert [x.error for x in ends] == [f"{x} before the search went on" for x in ("pruned", "fail")]
     with redirect_stdout(StringIO()) as out:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.exchanges import exchange_of
-from hybridtrain.plan.timing import TimingRun
+from hybridtrain.plan.timing import Contention, TimingRun
 from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
@@ -57,7 +57,8 @@ def test_workers_that_are_released_together_may_take_longer() -> None:
         draws = [lambda: 1.0, lambda: 1.5]
         policy = make_policy(name)
         run = TimingRun(
-            *(policy, exchange_of(policy), draws, Network()), longer=lambda together: together
+            *(policy, exchange_of(policy), draws, Network()),
+            contention=Contention(lambda together: together),
         )
         run.run(100)
         return run.now_s

@@ -112,7 +112,10 @@ class Counting:
     def epoch_ended(self) -> Groups | None:
         return None
 
-    def schedules_of(self, worker: int) -> Scheduled:
+    def groups(self) -> Groups:
+        return ()
+
+    def own_schedules(self) -> Scheduled:
         return self
 
 

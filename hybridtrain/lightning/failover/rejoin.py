@@ -36,6 +36,7 @@ from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.memory.scratch_file import as_bytes, read
+from hybridtrain.memory.store import checksum
 from hybridtrain.protocol.messages import Progress
 from hybridtrain.protocol.spans import split, total
 from hybridtrain.training.samplers import EpochSampler
@@ -108,8 +109,7 @@ class RejoinState:
         self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
         self._begun: int | None = None  # the version at the beginning of the current step
         self._generators: dict[str, Any] = {}  # RNG states before its first mini-batch was fetched
-        self._at_first = {} if back is None else back.checksums
-        self._at_first = self._at_first or _checksums(trainer)
+        self._at_first = _checksums(trainer) if back is None else back.checksums
         if context.on_failure.tells:  # else the worker sends by itself
             before(Point.FETCH, trainer.fit_loop.epoch_loop, self.fetch)
             self._client.listeners.on_question(self.tell)
@@ -186,7 +186,7 @@ class RejoinState:
 
 
 def _own_of(trainer: Any, at_first: dict[str, int]) -> dict[str, Any]:
-    """What a worker has besides the masters: members of groups, values outside of optimizers."""
+    """A worker's own state: the members of parameter groups, values outside of optimizers."""
     named = dict(trainer.lightning_module.named_parameters())
     now = _checksums(trainer)
     changed = [name for name, found in now.items() if found != at_first.get(name)]
@@ -209,17 +209,7 @@ def _checksums(trainer: Any) -> dict[str, int]:
     groups = (group for each in trainer.optimizers for group in each.param_groups)
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     named = trainer.lightning_module.named_parameters() if trained else ()
-    return {name: _checksum(p.detach()) for name, p in named if id(p) not in trained}
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """The sum of its bits as whole numbers, where it lies: each epoch asks for it."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = real.contiguous().reshape(-1).view(_BITS[real.itemsize])
-    return int(bits.sum(dtype=torch.int64))
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return {name: checksum(p.detach()) for name, p in named if id(p) not in trained}
 
 
 class Rejoin:

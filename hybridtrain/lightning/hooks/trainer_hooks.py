@@ -166,6 +166,11 @@ def saves_as_lightning(callback: ModelCheckpoint) -> bool:
     )
 
 
+def scaler_of(trainer: Any) -> Any:
+    """The gradient scaler of the precision plugin; ``None``: there is none."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
 def averages_of(callback: pl.Callback) -> torch.nn.Module | None:
     """The module of a callback that averages weights, once it has one."""
     return callback._average_model if isinstance(callback, WeightAveraging) else None

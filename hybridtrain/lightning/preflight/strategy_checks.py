@@ -22,7 +22,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import nn
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange
+from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
@@ -204,12 +204,14 @@ def check_parameters(module: torch.nn.Module) -> None:
     )
 
 
-def check_renormalised(module: torch.nn.Module) -> None:
+def check_renormalised(module: torch.nn.Module, wants: Requirements, n_workers: int) -> None:
     """Check that no layer's forward writes to a parameter that workers share.
 
     Raises:
         UserError: naming a layer with ``max_norm``.
     """
+    if wants.parameters not in ("masters", "copy") or n_workers == 1:
+        return
     for name, layer in module.named_modules():
         if not isinstance(layer, _RENORMALISED) or not layer.weight.requires_grad:
             continue  # a frozen table is each worker's own, with the same rows

@@ -124,7 +124,8 @@ class ModuleTask:
                             f"{len(optimizers)}")  # fmt: skip
         self._optimizer = optimizers[0]
         _check_schedules(schedules)
-        self._schedules = Schedules(self._optimizer, schedules)
+        shared = (module, trainer, loader, *self._parameters)
+        self._schedules = Schedules(self._optimizer, schedules, shared)
         module.train()
 
     def parameters(self) -> list[torch.Tensor]:
@@ -185,10 +186,11 @@ class ModuleTask:
         """Advance schedulers in epochs."""
         return self._schedules.epoch_ended()
 
-    def schedules_of(self, worker: int) -> Schedules:
-        """Schedules of a worker that counts its own steps, as they are now."""
-        shared = (self._module, self._trainer, self._loader, *self._parameters)
-        return deepcopy(self._schedules, {id(each): each for each in shared})
+    def groups(self) -> Groups:
+        return self._schedules.groups()
+
+    def own_schedules(self) -> Schedules:
+        return self._schedules.own_schedules()
 
 
 class Schedules:
@@ -197,10 +199,13 @@ class Schedules:
     Args:
         optimizer: is not stepped.
         schedules: Lightning's, in steps or epochs.
+        shared: which copies have in common.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedules: Sequence[Any]) -> None:
-        self._optimizer, self._schedules = optimizer, schedules
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedules: Sequence[Any], shared: Sequence[Any] = ()
+    ) -> None:
+        self._optimizer, self._schedules, self._shared = optimizer, schedules, shared
         self._told: Groups = plain(optimizer)
         self._version = self._epoch = self._epoch_began = 0  # the last: after so many updates
 
@@ -216,6 +221,14 @@ class Schedules:
         self._epoch, self._epoch_began = self._epoch + 1, self._version
         self._advance("epoch", self._epoch)
         return self._news()
+
+    def groups(self) -> Groups:
+        """All hyper-parameters as they are now."""
+        return plain(self._optimizer)
+
+    def own_schedules(self) -> Schedules:
+        """A copy, as they are now."""
+        return deepcopy(self, {id(each): each for each in (self._shared, *self._shared)})
 
     def _advance(self, interval: str, count: int) -> None:
         with warnings.catch_warnings():  # the optimizer steps in the server

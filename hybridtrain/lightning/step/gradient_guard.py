@@ -20,6 +20,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.utilities.memory import is_oom_error
 
 from hybridtrain.lightning.device_memory import note_need, out_of_memory
+from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory import Layout, Packed
 from hybridtrain.training.step.guard import AUTO, OUT_OF_MEMORY, Guard, OnFault
@@ -49,7 +50,7 @@ class GradientGuard(Guard):
     ) -> None:
         super().__init__(on_fault, check, layout, self._place)
         self._trainer: Any = trainer
-        self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        self._scaled = scaler_of(trainer) is not None
 
     def accepts(
         self,

@@ -17,6 +17,8 @@ from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
+from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
+
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = (*_HOOKS, "configure_gradient_clipping", "optimizer_step")
 _NAMES = frozenset(
@@ -31,7 +33,7 @@ FOREIGN |= {"dataclasses"}
 def gradients_are_final(trainer: Any) -> bool:
     """Whether nobody reads or changes ``.grad`` between backward and the next ``zero_grad``."""
     module, callbacks = trainer.lightning_module, trainer.callbacks
-    if not module.automatic_optimization or getattr(trainer.precision_plugin, "scaler", None):
+    if not module.automatic_optimization or scaler_of(trainer) is not None:
         return False
     if any(is_overridden(hook, module, parent=LightningModule) for hook in _MODULE_HOOKS):
         return False

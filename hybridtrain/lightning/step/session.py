@@ -17,6 +17,7 @@ from pytorch_lightning.core.optimizer import do_nothing_closure
 
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
+from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
 from hybridtrain.lightning.preflight.strategy_checks import check_parameters, check_renormalised
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, beside
@@ -57,8 +58,7 @@ class Session(WorkerSession):
         self.written = writes_itself(module, optimizers, requirements.in_place)
         stepped = [NoOptimizer(module)] if self.written else list(optimizers)
         check_parameters(module)  # again: configure_model may have made some
-        if requirements.parameters in ("masters", "copy") and client.n_workers > 1:
-            check_renormalised(module)
+        check_renormalised(module, requirements, client.n_workers)
         named = ordered_parameters(module, stepped)
         number_of = {id(p): number for number, (_, p) in enumerate(named)}
         alike = requirements.together if requirements.means_gradients else 1
@@ -69,8 +69,9 @@ class Session(WorkerSession):
         shown = joint and not (unseen and not requirements.steps_in_worker)
         self.averages = shown or requirements.means_gradients
         # Its state follows from the mean, so each worker steps it with that, also without data.
-        scales = getattr(module.trainer.precision_plugin, "scaler", None) is not None
-        self.scales = scales and self.averages and module.automatic_optimization
+        self._scaler = scaler_of(self.trainer)
+        automatic = module.automatic_optimization
+        self.scales = self._scaler is not None and self.averages and automatic
         self._broken_off = False  # this step's backward, which was forgiven
         if requirements.backs_up:  # Lightning's, of a mini-batch that another worker has processed
             warnings.filterwarnings("ignore", ".*training_step.*returned.*None")
@@ -353,29 +354,21 @@ class Session(WorkerSession):
     def output_of(self, closure: Callable[[], Any]) -> Any:
         """The output of a step's closure; ``None``, as where it has no loss: there is no gradient.
 
-        A gradient scaler steps unless it is ``None``.
+        A gradient scaler steps unless it is ``None``. Workers that step with a mean have it then,
+        also where their closure has made no gradient.
         """
         self._has_mean = False
         output = closure()
+        if (self.scales or self.steps_with_host) and not self._has_mean:
+            self.average()
         if not self.scales:
             return None if self._broken_off and self._gathered.weight <= 0 else output
-        if not self._has_mean:
-            self.average()
         if all(parameter.grad is None for parameter in self._parameters):
             return None
         if output is not None:
             return output
         nothing = torch.zeros((), device=self._parameters[0].device)
-        scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
-        return scaler.scale(nothing)  # which a scaler has to have been asked for before it steps
-
-    def step_of_host(self, closure: Callable[[], Any]) -> Any:
-        """The closure of a step, and the mean, also where it has made no gradient."""
-        self._has_mean = False
-        output = closure()
-        if not self._has_mean:
-            self.average()
-        return output
+        return self._scaler.scale(nothing)  # it makes its state when it first scales
 
     def _abstain(self) -> None:
         """This mini-batch has no gradient (``training_step`` returned ``None``).
@@ -419,7 +412,7 @@ class Session(WorkerSession):
         for parameter in self._parameters:
             parameter.grad = None
         self._gathered.clear()
-        self._broken_off = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        self._broken_off = self._scaler is not None
         return loss.detach()
 
 

@@ -123,11 +123,12 @@ class EpochSource:
         table = task.timetable
         self._present = {*range(len(table.sizes))}
         self._deals_anew = True
+        self._whole, self._places = 0, dict[int, list[int]]()
         self._epoch = 0
         self._step = [0] * len(table.sizes)  # of each worker, in the epoch
         self._ended: set[int] = set()  # workers without mini-batches left in the epoch
         own = server.requirements.schedules_own_steps
-        self._own = [task.schedules_of(w) for w in range(len(table.sizes))] if own else []
+        self._own = [task.own_schedules() for _ in table.sizes] if own else []
         self._own_steps = [0] * len(self._own)
         self._changed: list[Groups | None] = [None] * len(table.sizes)  # for the next push
         self._version = 0
@@ -204,7 +205,11 @@ class EpochSource:
         self._deals_anew = True
 
     def admit(self, worker: int) -> None:
-        """The worker joins at the others' step."""
+        """The worker joins at the others' step, and goes on with the schedules of one of them."""
+        for other in sorted(self._present)[:1] if self._own else ():
+            self._own[worker] = self._own[other].own_schedules()
+            self._own_steps[worker] = self._own_steps[other]
+            self._hear(self._own[worker].groups(), worker)
         self._present.add(worker)
         self._deals_anew = True
         self._ended.discard(worker)

@@ -55,6 +55,12 @@ class Scheduled(Protocol):
     def epoch_ended(self) -> Groups | None:
         """Hyper-parameters that a schedule changes at the end of an epoch."""
 
+    def groups(self) -> Groups:
+        """All hyper-parameters as they are now."""
+
+    def own_schedules(self) -> Scheduled:
+        """The same for a worker that counts its own steps in place of updates."""
+
 
 class Lessons(Scheduled, Protocol):
     """Epochs of mini-batches."""
@@ -63,9 +69,6 @@ class Lessons(Scheduled, Protocol):
 
     def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
         """Set the worker's next mini-batch, by positions in the epoch; returns its weight."""
-
-    def schedules_of(self, worker: int) -> Scheduled:
-        """Schedules of a worker, for its own steps in place of updates."""
 
 
 @runtime_checkable
@@ -93,7 +96,11 @@ class Untrained:
         """No schedule."""
         return None
 
-    def schedules_of(self, worker: int) -> Scheduled:
+    def groups(self) -> Groups:
+        """No hyper-parameters."""
+        return ()
+
+    def own_schedules(self) -> Scheduled:
         """No schedule."""
         return self
 

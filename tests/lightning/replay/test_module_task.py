@@ -172,6 +172,19 @@ def test_a_schedule_makes_a_step_for_each_of_several_updates_at_once() -> None:
     assert schedules.updated(9) == ({"lr": 0.0625},)
 
 
+def test_a_worker_that_comes_back_goes_on_with_the_schedule_of_the_others() -> None:
+    """Each worker's own steps are counted, and those of a dead one go on elsewhere meanwhile."""
+    exchange = make_exchange({"name": "movement", "every": 2})
+    conditions = Conditions(script=Script((Dies(6.5, 1), Joins(12.5, 1))))
+    world = virtual("hybrid", Toy("sgd", "step"), exchange=exchange, conditions=conditions)
+    world.run(until_s=40.0)
+    assert world._replicas is not None
+    rates = [own.optimizer.param_groups[0]["lr"] for own in world._replicas._workers]
+    behind = round(math.log(rates[0] / rates[1]) / math.log(0.7))  # schedulers' steps
+    assert 0 <= behind <= 2, "those that it has not computed in the epoch in which it came back"
+    assert rates[1] < 0.1 * 0.7**3
+
+
 class Decays(Toy):
     def configure_optimizers(self) -> Any:
         total = self.trainer.estimated_stepping_batches

@@ -40,10 +40,9 @@ def trained(module: Any, workers: int) -> torch.Tensor:
 
 @contextmanager
 def clamped() -> Iterator[None]:
-    def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def halve(optimizer: Any, args: Any, kwargs: Any) -> None:  # ahead of the closure
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None if parameter.grad is None else parameter.grad / 2
+            group["lr"] = 0.005
 
     def clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:

@@ -527,7 +527,10 @@ class Nothing:
 
     def epoch_ended(self) -> None: ...
 
-    def schedules_of(self, worker: int) -> Scheduled:
+    def groups(self) -> Any:
+        return ()
+
+    def own_schedules(self) -> Scheduled:
         return self
 
 
