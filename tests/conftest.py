@@ -8,7 +8,7 @@ import re
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 import pytest
 
@@ -71,12 +71,25 @@ def pytest_collection_modifyitems(
     if not asks_for_gpus(config):
         wanted = [item for item in items if item.get_closest_marker("gpu") is None]
     if not config.getoption("every_case"):
-        slow = [each.nodeid for each in wanted if each.get_closest_marker("slow") is not None]
-        left_out = {*slow} - every_pair(slow)
+        slow = [each for each in wanted if each.get_closest_marker("slow") is not None]
+        names, samples = [each.nodeid for each in slow], sampled(slow)
+        left_out = {*names} - every_pair(names, samples)
         wanted = [item for item in wanted if item.nodeid not in left_out]
     kept = {item.nodeid for item in wanted}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
-    items[:] = wanted
+    items[:] = sorted(wanted, key=_first_to_run)
+
+
+def _first_to_run(item: pytest.Item) -> bool:
+    """The longest are not left to the end, where they would run alone."""
+    limit = item.get_closest_marker("timeout")
+    return limit is None or limit.args[0] < 600
+
+
+def sampled(items: Iterable[pytest.Item]) -> dict[str, int]:
+    """How many cases of a test run with ``-m slow``, by ``@pytest.mark.sampled(n)``."""
+    marks = {item.nodeid.partition("[")[0]: item.get_closest_marker("sampled") for item in items}
+    return {test: mark.args[0] for test, mark in marks.items() if mark is not None}
 
 
 def mark_all_but_few(items: list[pytest.Item]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -38,23 +39,26 @@ def by_value(value: Any) -> str | None:
 
 
 MANY = 20  # cases of one test
-LOTS = 100
+LOTS = 50
 
 
-def every_pair(names: Sequence[str]) -> set[str]:
+def every_pair(names: Sequence[str], samples: Mapping[str, int] = MappingProxyType({})) -> set[str]:
     """Names of cases (``test[a-b-c]``) so that of each test all pairs of values occur.
 
     Of a test with at most ``MANY`` cases it is all of them; where more than ``LOTS`` are left, so
-    many, or more if every value is to occur. Most faults need two values to come together (Kuhn,
-    Wallace, Gallo, *Software Fault Interactions*, IEEE TSE 2004).
+    many, or more if every value is to occur. Of a test in ``samples`` it is so many, at most, as
+    that says, drawn with the same seed each time. More than ``MANY`` whole numbers at one place are
+    seeds, which need not all occur. Most faults need two values to come together (Kuhn, Wallace,
+    Gallo, *Software Fault Interactions*, IEEE TSE 2004).
     """
     tests: defaultdict[tuple[str, int], list[tuple[str, list[Any]]]] = defaultdict(list)
     for name in names:
         test, _, case = name.partition("[")
         values = list(enumerate(case[:-1].split("-")))
         tests[test, len(values)].append((name, values))
-    kept: set[str] = set()
-    for (_, n_values), cases in tests.items():
+    kept: defaultdict[str, list[str]] = defaultdict(list)
+    for (test, n_values), cases in tests.items():
+        cases = _without_seeds(cases)
         random.Random(0).shuffle(cases)
         if n_values > 2 and len(cases) > MANY:
             cases = _with_all(cases, lambda values: set(combinations(values, 2)))
@@ -62,8 +66,21 @@ def every_pair(names: Sequence[str]) -> set[str]:
             chosen = _with_all(cases, set)
             rest = [case for case in cases if case not in chosen]
             cases = [*chosen, *rest[: max(LOTS - len(chosen), 0)]]
-        kept |= {name for name, _ in cases}
-    return kept
+        kept[test] += [name for name, _ in cases]
+    for test, most in samples.items():
+        random.Random(0).shuffle(kept[test])
+        del kept[test][most:]
+    return {name for found in kept.values() for name in found}
+
+
+def _without_seeds(cases: list[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]]]:
+    """The cases with the values that have to occur."""
+    places: defaultdict[int, set[str]] = defaultdict(set)
+    for _, values in cases:
+        for place, value in values:
+            places[place].add(value)
+    seeds = {p for p, found in places.items() if len(found) > MANY and all(map(str.isdigit, found))}
+    return [(name, [v for v in values if v[0] not in seeds]) for name, values in cases]
 
 
 def _with_all(

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from tests.conftest import CAME_BACK, mark_all_but_few, pytest_runtest_call
+from tests.conftest import CAME_BACK, mark_all_but_few, pytest_runtest_call, sampled
 from tests.picking import LOTS, MANY, every_pair, first_of_all
 
 
@@ -74,7 +74,19 @@ def test_of_slow_cases_every_pair_of_values_occurs_and_of_very_many_every_value(
     assert len(kept) < len(cube)
     for i, j in ((0, 1), (0, 2), (1, 2)):
         assert len({(values[i], values[j]) for values in kept}) == 16
-    square = [f"test[{a}-{b}]" for a in range(LOTS + 5) for b in range(3)]
+    square = [f"test[v{a}-{b}]" for a in range(LOTS + 5) for b in range(3)]
     kept = [name[5:-1].split("-") for name in every_pair(square)]
-    assert len(kept) == LOTS + 5 and len({a for a, _ in kept}) == LOTS + 5
+    assert len(kept) <= LOTS + 7 and len({a for a, _ in kept}) == LOTS + 5
     assert len(every_pair([f"test[{a}-{b}]" for a in range(20) for b in range(20)])) == LOTS
+
+
+def test_seeds_need_not_all_occur_and_of_a_sampled_test_as_many_run_as_its_mark_says() -> None:
+    drawn = [f"test[{'ab'[n % 2]}-{n}]" for n in range(4 * LOTS)]
+    kept = every_pair(drawn)
+    assert len(kept) == LOTS and {name[5] for name in kept} == {"a", "b"}
+    both = [*drawn, "test[a]", *(f"other[{n}]" for n in range(10))]
+    chosen = every_pair(both, {"test": 7})
+    assert sum(name.startswith("test") for name in chosen) == 7 and len(chosen) == 17
+    assert every_pair(both, {"test": 7}) == chosen, "the same each time"
+    marked = cast(list[pytest.Item], [Case("test[a]", pytest.mark.sampled(7)), Case("other[0]")])
+    assert sampled(marked) == {"test": 7}

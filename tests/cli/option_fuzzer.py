@@ -18,9 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import yaml
+from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig, OmegaConf
+
+from hybridtrain.cli.hydra_config import conf_dir
+from tests.cli.composing import get_mode, load_once, parse_all
 
 TASKS = ("digits", "parabola", "clusters", "hogwild", "triplet", "word2vec", "glove", "speech")
 GROUPS = ("model", "data", "optimizer", "strategy", "trainer", "callbacks", "logger", "task")
@@ -101,7 +105,9 @@ def keys(base: tuple[str, ...]) -> list[tuple[str, Any]]:
     from hybridtrain.cli.hydra_config import compose_config
 
     if base not in _KEYS:
-        _KEYS[base] = [each for each in _leaves(compose_config(base), "") if each[0] != "run_dir"]
+        with patch.object(OmegaConf, "load", load_once):
+            config = compose_config(base)
+        _KEYS[base] = [each for each in _leaves(config, "") if each[0] != "run_dir"]
     return _KEYS[base]
 
 
@@ -168,6 +174,7 @@ def run(chosen: Sequence[Case], trains: bool = False, at_a_time: int = 20) -> li
 
 def _in_fork(chosen: Sequence[Case], trains: bool) -> list[Ended]:
     """As many as the fork has come to; one that kills it ends with it."""
+    parse_all(conf_dir())
     with tempfile.TemporaryDirectory() as folder:
         if (pid := os.fork()) == 0:
             _child(chosen, Path(folder), trains)
@@ -186,7 +193,7 @@ def _child(chosen: Sequence[Case], folder: Path, trains: bool) -> None:
         room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (room + _ROOM_BYTES, room + _ROOM_BYTES))
         os.chdir(folder)
-        yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc]  # reading is most of composing
+        OmegaConf.load, Hydra.get_mode = load_once, get_mode  # type: ignore[assignment]
         for number, case in enumerate(chosen):
             signal.alarm(_PATIENCE_S)  # which ends this process
             how, said = _one(case, trains)

@@ -40,6 +40,7 @@ def test_many_mutated_options_are_refused_or_make_sense(first: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, 200, 40))
 def test_what_is_accepted_trains(first: int) -> None:

@@ -109,10 +109,11 @@ def _is_endless(told: Any) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(8))
 def test_a_replay_parts_or_is_refused_in_one_line(part: int, run: Path, tmp_path: Path) -> None:
-    """2,000 of them in all."""
+    """250 in each part."""
     record, path = read_record(run / "record.bin"), tmp_path / "record.bin"
     cells = cells_of(record)
 

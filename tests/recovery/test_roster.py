@@ -308,6 +308,7 @@ def test_whatever_happens_in_7_000_schedules_restarts_happen_or_the_run_says_why
         Schedule(random.Random(seed)).run()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow  # about five minutes on one busy core
 @pytest.mark.parametrize("part", range(5))
 def test_whatever_happens_in_half_a_million_schedules(part: int) -> None:

@@ -96,7 +96,7 @@ def test_the_path_that_follows_from_the_ages_is_the_one_that_is_trained() -> Non
         (laws.backup_workers, 10_000),
         (laws.softsync, 15_000),
         (laws.bounded_lead, 80_000),
-        (laws.momentum, 10_000),
+        (laws.momentum, 5_000),
     ],
 )
 def test_the_laws_hold_to_a_percent_or_two(law: Callable[[int], list[About]], n: int) -> None:
