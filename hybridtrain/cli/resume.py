@@ -128,7 +128,7 @@ def _automatic(typed: dict[str, str], values: dict[str, Any]) -> list[str]:
         f"resume=auto: no unfinished run of this configuration in {root}; a new one begins",
         flush=True,
     )
-    return list(typed.values())
+    return expanded(list(typed.values()))
 
 
 def _is_beyond_host_0(typed: dict[str, str]) -> bool:

@@ -151,6 +151,9 @@ def test_a_sweep_goes_on_with_all_the_options_that_choose_its_jobs() -> None:
     typed = resumed.expanded([*own, "resume=auto", "hydra.sweep.dir='sw,1'"])
     assert typed[:4] == own and typed[-1] == "hydra.sweep.dir='sw,1'"
     release_all()
+    newest = [own[0], "ckpt=last", *own[2:], "resume=auto", "hydra.sweep.dir='sw,1'"]
+    assert sorted(resumed.expanded(newest)[:4]) == sorted(own), "as it was then"
+    release_all()
     with pytest.raises(UserError, match=r"had other options: ckpt=c\.ckpt"):
         resumed.expanded([*shown, "ckpt=c.ckpt"])
 

@@ -23,6 +23,7 @@ from hybridtrain.cli.resume import (
     ASIDE,
     AUTO,
     FORMAT,
+    LAST,
     has_finished,
     newest_in,
     newest_of_run,
@@ -150,17 +151,20 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     for directory in runs_below(root, SWEEP_FILE):
         try:
             former = read(directory)
-            if former.finished or _choosing(former.by_key()) != _choosing(typed):
+            known = former.by_key()
+            # ckpt=last: it began with what was the last one then.
+            asked = typed | ({"ckpt": known.get("ckpt", "")} if values.get("ckpt") == LAST else {})
+            if former.finished or _choosing(known) != _choosing(asked):
                 continue
             if attempt(directory, "resume=auto") is not None:
                 continue
         except UserError:
             continue  # of another version, damaged, or read-only
         if not read(directory).finished:  # checked again, now that it is claimed
-            return _going_on(directory, former, typed)
+            return _going_on(directory, former, asked)
         release(directory)
     print(f"resume=auto: no unfinished sweep of these jobs in {root}; a new one begins", flush=True)
-    return list(typed.values())
+    return expanded_run(list(typed.values()))
 
 
 def _check_length(typed: dict[str, str], known: dict[str, str]) -> None:
