@@ -23,7 +23,7 @@ class Data:
             into memory once.
 
     Raises:
-        UserError: if there are no samples, or arrays differ in length.
+        UserError: if there are no samples, arrays differ in length, or a tuple has other parts.
     """
 
     def __init__(self, given: Any) -> None:
@@ -74,7 +74,12 @@ def _columns(given: Any) -> dict[Any, Any] | None:
     """The arrays, by name; ``None``: samples are taken one by one."""
     if isinstance(given, Mapping):
         return dict(given)
-    if isinstance(given, tuple) and given and all(map(_is_array, given)):
+    if isinstance(given, tuple) and any(map(_is_array, given)):
+        if others := [part for part in given if not _is_array(part)]:
+            raise UserError(
+                f"data=(...) has an array and {shown(others[0])}; give arrays for columns, or a "
+                "list for samples"
+            )
         return dict(enumerate(given))
     return {"": given} if _is_array(given) else None
 

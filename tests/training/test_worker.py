@@ -547,6 +547,7 @@ def test_data_keep_their_form() -> None:
         ),
         (lambda: Server(X, optimizer=SGD).run(None), "body=None was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=[]), "has no samples"),
+        (lambda: Server(X, optimizer=SGD).run(descend, data=(np.ones(2), [1, 2])), r"and \[1, 2\]"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=3.5), "data=3.5 was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=True), "data=True was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=(X, Y[1:])), r"90 \(0\), 89 \(1\)"),
