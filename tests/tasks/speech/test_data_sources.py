@@ -81,6 +81,9 @@ def test_without_a_validation_file_every_20th_row_is_held_out(tmp_path: Path):
     assert [u.filesize for u in val] == [19, 39]
     assert len(train) == 38 and not {u.name for u in train} & {u.name for u in val}
     assert source.utterances("test") == []
+    longest = CsvManifest(file, limit_val=1, reverse_val=True)
+    assert [u.filesize for u in longest.utterances("val")] == [39]
+    assert len(longest.utterances("train")) == 38
 
 
 @pytest.mark.parametrize("missing", ["wav_filename", "transcript"])

@@ -55,11 +55,16 @@ class CsvManifest(Checked, Source):
         if len(rows) < 2:
             raise UserError("one training row is too few to hold one out: set data.val=<file.csv>")
         step = min(HELD_OUT, len(rows))
-        kept_out = set(range(step - 1, len(rows), step))
-        return [row for i, row in enumerate(rows) if (i in kept_out) == (split == "val")]
+        kept_out = range(step - 1, len(rows), step)
+        if split == "val":
+            return self._ordered([rows[i] for i in kept_out], split)
+        return [row for i, row in enumerate(rows) if i not in kept_out]
 
     def _read(self, split: str) -> list[Utterance]:
         rows = [row for path in _paths(getattr(self, split)) for row in read_manifest(path)]
+        return self._ordered(rows, split)
+
+    def _ordered(self, rows: list[Utterance], split: str) -> list[Utterance]:
         rows.sort(key=lambda row: row.filesize, reverse=getattr(self, f"reverse_{split}"))
         return rows[: getattr(self, f"limit_{split}") or None]
 
