@@ -28,7 +28,7 @@ def run(arguments: Sequence[str]) -> None:
     file, *rest = arguments
     given = options(rest, KNOWN)
     top = given.pop("top", "10")
-    if not top.isdigit() or int(top) < 1:
+    if not top.isdecimal() or int(top) < 1:
         raise UserError(f"top={top}: give a number from 1 on")
     if not given:
         raise UserError(f"nothing was asked; give one of {', '.join(KNOWN[:-1])}")

@@ -180,7 +180,7 @@ def _cut(path: Path, step: int) -> None:
         rows, names = list(reader), reader.fieldnames or []
     except (UserError, csv.Error):
         return
-    kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < step]
+    kept = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < step]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval="", extrasaction="ignore")
     writer.writeheader()

@@ -134,7 +134,7 @@ def spread(values: Sequence[float | None]) -> Spread:
 def times_as_much(values: Sequence[float | None], of: Sequence[float | None]) -> Spread:
     """Median and interval of the ratio of each run to the run with the same seed."""
     filled = [[_NEVER if x is None else x for x in each] for each in (values, of)]
-    ratios = [a / b for a, b in zip(*filled, strict=True)]
+    ratios = [a / b if b else _NEVER for a, b in zip(*filled, strict=True)]
     return spread([x if x * _FINITE > 1 else 0.0 for x in ratios])  # 0: the other one never did
 
 
@@ -155,7 +155,8 @@ def rows_of(runs: Mapping[str, Sequence[Training]]) -> list[dict[str, Any]]:
             ratio = None if alone else times_as_much(mine, theirs)
             differ = None
             if ratio is not None and len(mine) >= LEAST_SEEDS:
-                differ = ratio["low"] is None or ratio["low"] > 1
+                low, high = ratio["low"], ratio["high"]
+                differ = low is None or low > 1 or (high is not None and high < 1)
             row |= {f"{what}_times": ratio, f"{what}_differ": differ}
     return rows
 
@@ -198,6 +199,8 @@ def _verdict(row: Mapping[str, Any], first: str) -> str:
     longer = f"{number(times['median'])} times as long as {first}"
     if differ is None:
         return f"{name} takes {longer}, perhaps by chance: it takes {LEAST_SEEDS} seeds to tell"
+    if differ and times["median"] < 1:  # seed by seed, other than the medians
+        return f"{name} takes {longer} seed by seed, though its median is longer: give more seeds"
     return f"{name} takes {longer}" if differ else f"{name}: within the noise ({longer})"
 
 

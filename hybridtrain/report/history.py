@@ -15,6 +15,7 @@ Columns that are always present:
 and, if the strategy counts them, all since training began: ``waiting_share`` (mean over the
 workers, 0 to 1), ``staleness_mean`` and ``staleness_max`` (updates), ``effective_batch`` (samples
 per update), ``dropped`` (contributions), ``lead_max`` (contributions ahead of the slowest worker).
+Of a resumed run, means over both parts are weighted by their updates, or seconds of training.
 The remaining columns are metrics: of a validation in the row after it, of training (the means of an
 epoch among them) in one at the end of the epoch. One that is called as a column above has the
 prefix ``logged/``. Empty: unknown.
@@ -38,6 +39,10 @@ ALWAYS = ("wall_s", "train_s", "epoch", "updates", "samples", "train_loss")
 COUNTED = ("waiting_share", "staleness_mean", "staleness_max", "effective_batch", "dropped")
 KNOWN = (*ALWAYS, *COUNTED, "lead_max")
 LEAST_S, LEAST_SHARE = 0.1, 0.01
+# How a resumed run goes on: sums, maxima, and means with what they are weighted by.
+_SUMS = ("wall_s", "train_s", "updates", "samples", "dropped")
+_MAXIMA = ("staleness_max", "lead_max")
+_MEANS = {"waiting_share": "train_s", "staleness_mean": "updates", "effective_batch": "updates"}
 
 
 @dataclass
@@ -51,7 +56,7 @@ class History:
     folder: Path
     _columns: list[str] = field(default_factory=list)
     _next_s: float = 0.0
-    _before: dict[str, float] = field(default_factory=dict)  # offsets of a resumed run, by column
+    _before: dict[str, float] = field(default_factory=dict)  # what a resumed run had, by column
 
     def due(self, train_s: float) -> bool:
         """Whether to write a row: 0.1 s, and 1 % of the training time so far, after the last."""
@@ -70,12 +75,11 @@ class History:
         kept = [row for row in rows if row["updates"] <= updates]
         if not kept:
             return
-        last = kept[-1]
-        self._widen(curve.columns)
-        for row in kept:
-            self._append(row)
-        self._before = {"wall_s": last["wall_s"], "train_s": last["train_s"]}
-        self._before |= {"samples": samples, "updates": updates}
+        self._columns = list(dict.fromkeys((*ALWAYS, *curve.columns)))
+        lines = [_line(self._columns), *map(self._line_of, kept)]
+        write_whole(self.folder / HISTORY_FILE, "".join(lines).encode())
+        known = {name: value for name, value in kept[-1].items() if not math.isnan(value)}
+        self._before = known | {"samples": samples, "updates": updates}
 
     def take_over(self) -> None:
         """Continue the file that another process of this run has written."""
@@ -86,24 +90,40 @@ class History:
         """Write a row. Raises OSError."""
         train_s = row["train_s"]
         self._next_s = train_s + max(LEAST_S, LEAST_SHARE * train_s)
-        row = {**row, **{name: row[name] + more for name, more in self._before.items()}}
-        names = {name.replace("\n", " "): value for name, value in row.items()}
+        whole = _both(self._before, row) if self._before else row
+        names = {name.replace("\n", " "): value for name, value in whole.items()}
         if not self._columns or not names.keys() <= set(self._columns):
             self._widen(names)
-        self._append(names)
+        with (self.folder / HISTORY_FILE).open("a", newline="", encoding="utf-8") as file:
+            file.write(self._line_of(names))
 
-    def _append(self, names: Mapping[str, float]) -> None:
-        with (self.folder / HISTORY_FILE).open("a", newline="") as file:
-            file.write(_line(_cell(names.get(name)) for name in self._columns))
+    def _line_of(self, row: Mapping[str, float]) -> str:
+        return _line(_cell(row.get(name)) for name in self._columns)
 
     def _widen(self, names: Iterable[str]) -> None:
         """Add columns for these names, empty in earlier rows."""
         path = self.folder / HISTORY_FILE
-        body = path.read_text().partition("\n")[2] if self._columns else ""
+        body = path.read_text("utf-8").partition("\n")[2] if self._columns else ""
         new = [x for x in (*ALWAYS, *names) if x not in self._columns]
         self._columns += dict.fromkeys(new)
         filled = body.replace("\n", "," * len(new) + "\n")
         write_whole(path, (_line(self._columns) + filled).encode())
+
+
+def _both(before: Mapping[str, float], row: Mapping[str, float]) -> dict[str, float]:
+    """A row of both parts of a resumed run."""
+    both = dict(row)
+    for name in row.keys() & before.keys():
+        then, now = before[name], row[name]
+        if name in _SUMS:
+            both[name] = then + now
+        elif name in _MAXIMA:
+            both[name] = max(now, then)
+        elif name in _MEANS:
+            weights = before[_MEANS[name]], row[_MEANS[name]]
+            if sum(weights) > 0:
+                both[name] = (then * weights[0] + now * weights[1]) / sum(weights)
+    return both
 
 
 def _whole(value: float) -> float:
@@ -130,9 +150,9 @@ class RunCurve:
     bad: int = 0
 
     def points(self, x: str, y: str) -> tuple[list[float], list[float]]:
-        """The points at which both columns are finite, in order."""
+        """The points at which both columns can be drawn (finite, below 1e300), in order."""
         pairs = zip(self.columns.get(x, []), self.columns.get(y, []), strict=False)
-        found = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+        found = [(a, b) for a, b in pairs if abs(a) < 1e300 and abs(b) < 1e300]
         return [a for a, _ in found], [b for _, b in found]
 
     @property
@@ -154,13 +174,16 @@ def read_history(folder: Path) -> RunCurve:
         return RunCurve(bad=int(os.path.lexists(path)))
     text = text.replace("\0", "�").replace("\r\n", "\n").replace("\r", "�")
     whole, _, cut = text.rpartition("\n")
-    lines = list(csv.reader(io.StringIO(whole)))
-    names = lines[0] if lines else []
+    head, *lines = whole.split("\n")
+    try:
+        names = next(csv.reader([head]), [])
+    except csv.Error:  # larger than a cell may be
+        names = []
     if not set(ALWAYS) <= set(names):
-        return RunCurve(bad=max(len(lines), 1))
-    rows = [values for line in lines[1:] if (values := _numbers(line, len(names))) is not None]
+        return RunCurve(bad=len(lines) + 1)
+    rows = [values for line in lines if (values := _numbers(line.split(","), len(names)))]
     columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
-    return RunCurve(columns, bad=len(lines) - 1 - len(rows) + bool(cut))
+    return RunCurve(columns, bad=len(lines) - len(rows) + bool(cut))
 
 
 def _numbers(line: Sequence[str], n: int) -> list[float] | None:

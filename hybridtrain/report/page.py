@@ -195,7 +195,7 @@ def write(path: Path, text: str, option: str) -> None:
         UserError: if it cannot be written.
     """
     try:
-        write_named(path, text.encode())
+        write_named(path, text.encode(errors="replace"))  # names need not be UTF-8
     except (OSError, ValueError) as error:  # zero bytes
         reason = reason_of(error)
         raise UserError(f"{option}={path} could not be written: {reason}") from error

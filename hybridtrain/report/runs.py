@@ -33,6 +33,7 @@ HYDRA_FILE = ".hydra/hydra.yaml"
 DEPTH = 4  # of the search for runs below a folder
 ABSENT = "–"
 FIGURES = ("updates", "samples", "samples_per_s", "effective_batch", "train_s", "wall_s")
+IN_HISTORY = {*FIGURES, "staleness_mean", "staleness_max", "dropped", "lead_max"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,6 @@ class Run:
         shares, dropped = self.figures("waiting_share"), self.figures("dropped")
         return {
             **{name: self.figure(name) for name in FIGURES},
-            **self._since_beginning(),
             "waiting_percent": 100 * sum(shares) / len(shares) if shares else None,
             "staleness_mean": self.figure("staleness", "mean"),
             "staleness_max": self.figure("staleness", "max"),
@@ -100,16 +100,21 @@ class Run:
             "lead_max": max(self.figures("lead", "max"), default=None),
             "sent_bytes": self.figure("handed_over", "sent_bytes"),
             "saved_bytes": self.figure("handed_over", "saved_bytes"),
+            **self._since_beginning(),
         }
 
-    def _since_beginning(self) -> dict[str, float]:
-        """Counts and times of a resumed run, as its history has them; empty for other runs."""
-        names, columns = ("updates", "samples", "train_s", "wall_s"), self.curve.columns
+    def _since_beginning(self) -> dict[str, float | None]:
+        """The numbers of a resumed run, as its history has them; empty for other runs."""
+        columns = self.curve.columns
         if not self.summary.get("resumed") or not columns.get("updates"):
             return {}
-        whole = {name: columns[name][-1] for name in names}
-        speed = {"samples_per_s": whole["samples"] / whole["train_s"]} if whole["train_s"] else {}
-        return whole | speed
+        last = {name: values[-1] for name, values in columns.items() if not math.isnan(values[-1])}
+        whole: dict[str, float | None] = {name: last[name] for name in IN_HISTORY & last.keys()}
+        if last.get("train_s"):
+            whole["samples_per_s"] = last["samples"] / last["train_s"]
+        if "waiting_share" in last:
+            whole["waiting_percent"] = 100 * last["waiting_share"]
+        return whole | dict.fromkeys(("sent_bytes", "saved_bytes"))  # known of its last part alone
 
     @property
     def status(self) -> str:
@@ -160,7 +165,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 def _natural(path: Path) -> list[tuple[bool, int, str]]:
     parts = [x for x in split(r"(\d+)", path.name) if x]
-    return [(not x.isdigit(), int(x) if x.isdigit() else 0, x) for x in parts]
+    return [(not x.isdecimal(), int(x) if x.isdecimal() else 0, x) for x in parts]
 
 
 def read_run(folder: Path) -> Run:
@@ -274,6 +279,8 @@ def _cell(value: Any) -> str:
         case None:
             return ""
         case float():
+            if value.is_integer() and abs(value) < 2**53:  # counts, also of a file's
+                return str(int(value))
             return f"{value:.7g}" if math.isfinite(value) else ""
     text = "" if value is ABSENT else str(value)
     formula = text[:1] in ("=", "+", "-", "@", "\t", "\r") and not isinstance(value, int)

@@ -11,6 +11,7 @@ Legend: V words, D numbers of each, B samples of a mini-batch, T triplets that h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytorch_lightning as pl
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
@@ -55,7 +57,8 @@ class TripletModule(pl.LightningModule):
         nn.init.normal_(self.table.weight, std=dim**-0.5)  # of length 1, or so
         self.margin = margin
         self.make_optimizer = optimizer
-        self._centres = torch.empty(0)
+        self._centres, self._bands = torch.empty(0), list[int]()
+        self.shares = nn.ModuleList(MeanMetric() for _ in BANDS)
 
     def forward(self, words: Tensor) -> Tensor:
         """Vectors (..., D) of length 1 of words (...)."""
@@ -91,24 +94,25 @@ class TripletModule(pl.LightningModule):
 
     @torch.no_grad()
     def on_validation_start(self) -> None:
-        """Compute the centre of each class: the mean of its common words."""
-        band = self.trainer.datamodule.band("common")  # type: ignore[attr-defined]
-        words, classes = (each.to(self.device) for each in band)
-        n_classes = int(classes.max()) + 1
+        """Compute the centre of each class: the mean of its common words, or of all if none is."""
+        data: TripletData = self.trainer.datamodule  # type: ignore[attr-defined]
+        classes, self._bands = data.classes.to(self.device), data.bands
+        n_classes, words = int(classes.max()) + 1, torch.arange(len(classes), device=self.device)
+        common = words * len(BANDS) < len(classes)
+        has_one = torch.zeros(n_classes, dtype=torch.bool, device=self.device)
+        has_one[classes[common]] = True
+        words = words[common | ~has_one[classes]]
         total = torch.zeros(n_classes, self.table.embedding_dim, device=self.device)
-        self._centres = F.normalize(total.index_add_(0, classes, self(words)), dim=1)
+        self._centres = F.normalize(total.index_add_(0, classes[words], self(words)), dim=1)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the share of words whose nearest class is theirs, by how often they occur."""
         words, classes, bands = batch
         right = ((self(words) @ self._centres.T).argmax(dim=1) == classes).float()
-        for number, band in enumerate(BANDS):
-            of_band = right[bands == number]
-            if len(of_band):
-                self.log(
-                    f"val/{band}", of_band.mean(), prog_bar=True, sync_dist=True,
-                    batch_size=len(of_band),
-                )  # fmt: skip
+        for number in self._bands:
+            band, share = BANDS[number], cast(MeanMetric, self.shares[number])
+            share.update(right[bands == number])  # perhaps of no word
+            self.log(f"val/{band}", share, prog_bar=True)
 
     def configure_optimizers(self) -> Optimizer:
         """One optimizer, of the table."""
@@ -183,21 +187,21 @@ class TripletData(pl.LightningDataModule):
             partners[mine] = words[chosen]
         return partners
 
-    def band(self, name: str) -> tuple[Tensor, Tensor]:
-        """The words of a third of the vocabulary, and their classes."""
-        thirds = torch.arange(self.vocabulary).tensor_split(len(BANDS))
-        words = thirds[BANDS.index(name)]
-        return words, self.classes[words]
-
     def train_dataloader(self) -> DataLoader[Batch]:
         """The samples, in another order each epoch."""
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """Words of the samples, their classes, and their thirds."""
-        anchors, positives, _ = self.train.tensors
-        seen = torch.zeros(self.vocabulary, dtype=torch.bool)
-        seen[anchors], seen[positives] = True, True
-        words = seen.nonzero().flatten()
-        bands = words * len(BANDS) // self.vocabulary
+        words, bands = self._seen()
         return DataLoader(TensorDataset(words, self.classes[words], bands), batch_size=4096)
+
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        """Words of the samples, and the numbers of their bands."""
+        words = torch.cat(self.train.tensors[:2]).unique()
+        return words, words * len(BANDS) // self.vocabulary
+
+    @property
+    def bands(self) -> list[int]:
+        """The bands that have words to validate."""
+        return self._seen()[1].unique().tolist()

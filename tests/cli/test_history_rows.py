@@ -97,3 +97,10 @@ def test_training_ends_with_a_value_that_is_the_target(
         now = torch.tensor(value, dtype=torch.float32)
         assert bool(ends.monitor_op(now, ends.stopping_threshold)) == stops
     assert AtTarget("val", mode, None).stopping_threshold is None
+
+
+def test_a_mean_of_many_losses_of_16_bits_does_not_stop_at_1024() -> None:
+    monitor, plain = RunMonitor(None), pl.Trainer(logger=False, enable_checkpointing=False)
+    for _ in range(3000):
+        monitor._keep_loss(torch.tensor(2.0, dtype=torch.bfloat16), plain, Logs())
+    assert float(monitor._loss_sum) / monitor._n_losses == 2.0

@@ -247,3 +247,12 @@ def test_an_automatic_target_has_been_reached(value: float, mode: str, tmp_path:
     target = reachable([job], tmp_path, Goal("val/acc", mode))
     assert target == pytest.approx(value, rel=1e-3)
     assert job.measured(tmp_path, Goal("val/acc", mode, target)).samples is not None
+
+
+def test_where_medians_and_runs_with_the_same_seed_disagree_it_is_said() -> None:
+    a = runs("a", *range(1, 10))
+    b = runs("b", 0.5, 1.5, 2.5, 3.5, 5.2, 5.5, 6.5, 7.5, 8.5)
+    rows = compared(a, b)
+    assert rows[1]["train_s_times"]["high"] < 1 and rows[1]["train_s_differ"] is True
+    assert list(conclusions(rows, ACC))[1].endswith("though its median is longer: give more seeds")
+    assert times_as_much([1.0], [0.0])["median"] is None

@@ -89,3 +89,29 @@ def test_a_history_that_cannot_be_written_leaves_no_other_file(
 def test_a_history_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / HISTORY_FILE)
     assert read_history(tmp_path) == RunCurve(bad=1)
+
+
+def test_a_resumed_run_has_sums_maxima_and_means_of_both_parts(tmp_path: Path) -> None:
+    known = {"dropped": 12, "lead_max": 9, "staleness_mean": 2.0, "waiting_share": 0.5}
+    History(tmp_path).add(row(3.0, samples=30, effective_batch=10.0, **known))
+    history = History(tmp_path)
+    history.resume_at(updates=3, samples=30)
+    now = {"dropped": 1, "lead_max": 4, "staleness_mean": 1.0, "waiting_share": 0.1}
+    history.add(row(1.0, samples=60, effective_batch=20.0, **now))
+    last = {name: values[-1] for name, values in read_history(tmp_path).columns.items()}
+    assert (last["updates"], last["samples"], last["train_s"], last["wall_s"]) == (6, 90, 4, 6)
+    assert (last["dropped"], last["lead_max"]) == (13, 9)
+    assert (last["staleness_mean"], last["effective_batch"]) == (1.5, 15.0)
+    assert last["waiting_share"] == pytest.approx((0.5 * 3 + 0.1) / 4)
+
+
+def test_a_damaged_quote_costs_its_row_alone(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for n in range(6000):
+        history.add({**row(n, samples=n), "train_loss": 0.123456})
+    path = tmp_path / HISTORY_FILE
+    lines = path.read_text().split("\n")
+    lines[2] = '"' + lines[2][1:]
+    path.write_text("\n".join(lines))
+    found = read_history(tmp_path)
+    assert found.bad == 1 and len(found.columns["samples"]) == 5999

@@ -93,7 +93,7 @@ def test_the_words_are_long_tailed_and_pairs_are_of_one_class() -> None:
     assert bands[words == 0].tolist() == [0] and bands[words == 299].tolist() == [2]
 
 
-def trained(strategy: str, workers: int) -> dict[str, float]:
+def trained(strategy: str, workers: int, data: TripletData | None = None) -> dict[str, float]:
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -108,8 +108,9 @@ def trained(strategy: str, workers: int) -> dict[str, float]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module = TripletModule(300, 8, optimizer=partial(SparseMomentum, lr=3.0))
-        trainer.fit(module, datamodule=small_data(batch_size=100))
+        data = data or small_data(batch_size=100)
+        module = TripletModule(data.vocabulary, 8, optimizer=partial(SparseMomentum, lr=3.0))
+        trainer.fit(module, datamodule=data)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -148,3 +149,11 @@ def test_sizes_that_make_no_sense_are_refused(options: dict[str, int], text: str
         small_data(**options)
     with pytest.raises(UserError, match=r"model.dim=0"):
         TripletModule(10, 0)
+
+
+def test_each_class_has_a_centre_and_each_band_its_share_on_all_workers() -> None:
+    data = small_data(vocabulary=12, classes=4, samples=60)
+    found = trained("hybrid", 3, data)
+    assert {"val/common", "val/middle", "val/rare"} <= found.keys()
+    few = trained("hybrid", 3, small_data(vocabulary=4, classes=2, samples=60))
+    assert few.keys() & {"val/common", "val/middle", "val/rare"}

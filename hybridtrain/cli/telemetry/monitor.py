@@ -402,6 +402,7 @@ class RunMonitor(pl.Callback):
         """Add the loss to the mean of the next row, without a synchronisation with the device."""
         if (loss := whole_loss(outputs, trainer, pl_module)) is None:
             return
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits stop at 1024
         self._loss_sum = loss.clone() if self._loss_sum is None else self._loss_sum + loss
         self._n_losses += 1
 

@@ -34,10 +34,10 @@ class Rate:
         if (loss := whole_loss(outputs, trainer, module)) is not None:
             self._loss = loss
 
-    def numbers(self, trainer: pl.Trainer) -> dict[str, str]:
+    def numbers(self, trainer: pl.Trainer, afresh: bool = False) -> dict[str, str]:
         """The figures to show, by name."""
         now = time.monotonic()
-        if now - self._asked >= 1.0 or "loss" not in self._numbers:
+        if afresh or now - self._asked >= 1.0 or "loss" not in self._numbers:
             self._asked = now
             self._numbers = self._ask(trainer)
         return dict(self._numbers)
@@ -130,7 +130,7 @@ class PlainProgress(ProgressBar):
             return
         total = trainer.max_epochs if trainer.max_epochs not in (None, -1) else "?"
         parts = [f"epoch {trainer.current_epoch + 1}/{total}", what]
-        parts += [f"{k} {v}" for k, v in self._rate.numbers(trainer).items()]
+        parts += [f"{k} {v}" for k, v in self._rate.numbers(trainer, afresh=True).items()]
         parts += [
             f"{name} {float(value):.4g}"
             for name, value in trainer.progress_bar_metrics.items()

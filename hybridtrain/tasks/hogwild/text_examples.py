@@ -80,7 +80,7 @@ class Columns:
 def number(text: str, where: str, what: str) -> float:
     """Parse a finite float32; raises ``UserError``."""
     try:
-        value = float(text)
+        value = float(text.replace("_", "?"))  # 1_0 is a number in Python only
     except ValueError:
         value = np.nan
     if not abs(value) <= _LARGEST:
@@ -91,7 +91,7 @@ def number(text: str, where: str, what: str) -> float:
 def index(text: str, where: str, what: str, limit: int | None = None) -> int:
     """Parse a whole number from 0 to below ``limit`` or 2³²; raises ``UserError``."""
     try:
-        value = int(text)
+        value = int(text.replace("_", "?"))
     except ValueError:
         value = -1
     if value < 0:
@@ -109,7 +109,7 @@ def index(text: str, where: str, what: str, limit: int | None = None) -> int:
 # ---- two numbers and a value ---------------------------------------------------------------------
 
 Batch = tuple[Tensor, Tensor, Tensor]  # values (B,) fp32, ones (B,) int64, others (B,) int64
-_BETWEEN = re.compile(r"::|[,;\s]+")
+_BETWEEN = re.compile(r" *(?:::|[,;\t]) *|\s+")
 _BLOCK = 10_000  # lines that are in memory
 
 
@@ -160,7 +160,7 @@ def read_triples(
     columns = Columns({"values": "f4", "ones": "i8", "others": "i8"})
     block: list[tuple[float, int, int]] = []
     for where, line in numbered_lines(files):
-        words = [word for word in _BETWEEN.split(line) if word]
+        words = _BETWEEN.split(line)
         if len(words) < 3:
             raise UserError(f"{where}: {line[:60]!r} is not {' '.join(names)}")
         one = index(words[0], where, names[0], limits[0])

@@ -41,7 +41,7 @@ class Alphabet:
         One character per line, the line number is the label; lines that start with ``#`` are
         comments, ``\\#`` is the character ``#`` itself.
         """
-        lines = enumerate(read_text(path, "the alphabet file").splitlines(), start=1)
+        lines = enumerate(read_text(path, "the alphabet file", "utf-8-sig").splitlines(), start=1)
         found = {n: "#" if x == "\\#" else x for n, x in lines if not x.startswith("#")}
         for number, symbol in found.items():
             if len(symbol) != 1:

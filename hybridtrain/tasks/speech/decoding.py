@@ -138,6 +138,8 @@ class _Beam:
 
     def step(self, frame: Floats, labels: Ints) -> None:
         """Take one frame (S,) and look at ``labels`` (L,) only."""
+        if len(self.nodes) == 0:  # no path has a probability, or the net gives NaN
+            return
         total = np.logaddexp(self.ends_in_blank, self.ends_in_label)  # (K,)
         last = np.array([self.label[node] for node in self.nodes])  # (K,), -1 for the empty prefix
         repeat = labels == last[:, None]  # (K, L)
@@ -238,7 +240,8 @@ class LanguageModelDecoder:
         last[0, self.space] = 0.0
         frames = torch.cat([row.clamp_min(IMPOSSIBLE), last]).contiguous()
         results = self._decoder.decode(frames.data_ptr(), *frames.shape)
-        return " ".join(self.words[word] for word in results[0].words if word >= 0)
+        found = results[0].words if results else []  # none: the net gives NaN
+        return " ".join(self.words[word] for word in found if word >= 0)
 
     def _build(self, options: DecoderOptions) -> Any:
         library = self._library

@@ -9,6 +9,7 @@ plot.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ def select(sentences: Sequence[Sentence], count: int) -> dict[str, list[dict[str
 
     DeepSpeech's order: ascending WER, and among equals the higher loss first.
     """
-    ordered = sorted(sentences, key=lambda s: (s.wer, -s.loss))
+    ordered = sorted(sentences, key=lambda s: (s.wer, -_or_infinite(s.loss), s.file))
     n = len(ordered)
     best = list(range(min(count, n)))
     worst = [i for i in range(n - 1, max(n - 1 - count, -1), -1) if i not in best]
@@ -69,6 +70,11 @@ def select(sentences: Sequence[Sentence], count: int) -> dict[str, list[dict[str
     median = [i for i in range(start, min(start + count, n)) if i not in taken]
     groups = {"best": best, "median": median, "worst": worst}
     return {name: [asdict(ordered[i]) for i in indices] for name, indices in groups.items()}
+
+
+def _or_infinite(loss: float) -> float:
+    """NaN has no place in an order."""
+    return math.inf if math.isnan(loss) else loss
 
 
 def as_text(report: dict[str, list[dict[str, Any]]]) -> str:

@@ -109,8 +109,8 @@ def unit(vectors: Vectors) -> Vectors:
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's; equal values share their mean rank. NaN if there are fewer than two."""
-    if len(one) < 2:
+    """Spearman's; equal values share their mean rank. NaN if all are equal, or there is one."""
+    if min(len({*one}), len({*other})) < 2:
         return math.nan
     return float(np.corrcoef(_ranks(one), _ranks(other))[0, 1])
 

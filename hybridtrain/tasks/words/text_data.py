@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
+import unicodedata
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -162,7 +164,7 @@ def huffman(counts: NDArray[Any]) -> Paths:
 
 LONGEST = 1 << 20  # bytes of a line that are looked at together
 LONGEST_WORD = 1 << 24
-_WORD = re.compile(r"\w+(?:['’]\w+)*")
+_WORD = re.compile(r"\w+(?:['’]\w+)*")  # of text in ASCII
 Tokens = Literal["words", "spaces"]
 Errors = Literal["strict", "replace", "ignore"]
 
@@ -194,7 +196,7 @@ class TextFiles:
             raise UserError("data.files is empty; name at least one text file")
         for file in self.files:
             check_input(file, "data.files:")
-        self._split = _WORD.findall if tokens == "words" else str.split
+        self._split = _words_in if tokens == "words" else str.split
         self._lower, self._errors = lower, errors
 
     def __iter__(self) -> Iterator[tuple[list[str], bool]]:
@@ -206,13 +208,28 @@ class TextFiles:
 
     def _words(self, path: Path, number: int, block: bytes) -> list[str]:
         try:
-            text = block.decode("utf-8", self._errors)
+            text = block.decode("utf-8-sig" if number == 1 else "utf-8", self._errors)
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{path}, line {number}: byte {block[error.start]:#04x} is no UTF-8; convert the "
-                "file, or give data.encoding_errors=replace or ignore"
+                f"{path}, line {number}: byte {error.object[error.start]:#04x} is no UTF-8; "
+                "convert the file, or give data.encoding_errors=replace or ignore"
             ) from None
         return self._split(text.lower() if self._lower else text)
+
+
+def _words_in(text: str) -> list[str]:
+    if text.isascii():
+        return _WORD.findall(text)
+    return _word_of_any_script().findall(unicodedata.normalize("NFC", text))
+
+
+@cache
+def _word_of_any_script() -> re.Pattern[str]:
+    """Python's ``\\w`` has no marks (vowel signs, accents), and no joiners of Indic scripts."""
+    letters = map(chr, range(sys.maxunicode))
+    marks = "".join(x for x in letters if unicodedata.category(x).startswith("M"))
+    word = rf"\w(?:[\w{marks}]|[\u200c\u200d](?=\w))*"
+    return re.compile(f"{word}(?:['’]{word})*")
 
 
 def blocks(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:

@@ -321,3 +321,10 @@ def test_the_real_recordings_pass_the_checks():
     assert sum(recordings(data.batches("test").utterances).values()) == 50 * len(speakers)
     batch = data.batches("train")[3]
     assert batch["features"].isfinite().all() and batch["features"].std() > 0.5
+
+
+def test_a_quote_that_is_not_closed_is_named_and_takes_no_rows_along(tmp_path: Path):
+    rows = [f"{n}.wav,{n},row {n}" for n in range(9)]
+    file = write_csv(tmp_path / "t.csv", *rows[:3], '3.wav,3,"word', *rows[4:])
+    with pytest.raises(UserError, match=r"t\.csv, line 5: a quoted cell goes on"):
+        CsvManifest(file).utterances("train")

@@ -89,6 +89,8 @@ def test_beam_copes_with_impossible_labels_and_no_frames() -> None:
     log_probs = frames([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])
     assert beam(beam_width=2)(log_probs, torch.tensor([2])) == ["ab"]
     assert beam()(log_probs, torch.tensor([0])) == [""]
+    no_path = torch.full((1, 3, 3), float("nan")), torch.full((1, 3, 3), -float("inf"))
+    assert [beam()(each, torch.tensor([3])) for each in no_path] == [[""], [""]]
 
 
 def test_cutoffs_look_only_at_probable_labels() -> None:

@@ -109,6 +109,7 @@ def test_the_language_model_corrects_spelling_and_blanks(arpa: str) -> None:
         length = torch.tensor([log_probs.shape[1]])
         assert GreedyDecoder(Alphabet())(log_probs, length) == [spoken]
         assert decoder(log_probs, length) == ["the cat sat on the mat"]
+    assert decoder(log_probs * torch.nan, length) == [""]
 
 
 def test_alpha_decides_between_what_is_heard_and_what_is_likely(arpa: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridtrain.tasks.speech.metrics import ErrorCounts, count_errors, rate
+from hybridtrain.tasks.speech.metrics import ErrorCounts, Sentence, count_errors, rate, select
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,11 @@ def test_a_rate_is_at_most_one() -> None:
 
 def test_nothing_to_count_is_no_error() -> None:
     assert count_errors([], []) == ErrorCounts()
+
+
+def test_sentences_are_chosen_alike_in_any_order_whatever_their_losses() -> None:
+    losses = [1.0, float("nan"), 3.0, float("nan"), 2.0]
+    found = [Sentence(str(n), "a", "a", loss, 0.0, 0.0) for n, loss in enumerate(losses)]
+    first = select(found, 2)
+    assert [x["file"] for x in first["best"]] == ["1", "3"]
+    assert repr(select(found[::-1], 2)) == repr(first)

@@ -47,6 +47,13 @@ def test_files_are_read_in_their_order_packed_or_not(tmp_path: Path) -> None:
     assert lines_of(TextFiles(files, "spaces", lower=False)) == spaces
 
 
+def test_words_of_any_script_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + "the हिन्दी தமிழ் cafe\u0301 İs l’été".encode())
+    words = ["the", "हिन्दी", "தமிழ்", "café", "i\u0307s", "l’été"]
+    assert lines_of(TextFiles([tmp_path / "a"])) == [words]
+    assert lines_of(TextFiles([tmp_path / "a"], "spaces"))[0][0] == "the", "no mark of byte order"
+
+
 WORDS = st.lists(st.lists(st.text("abé", min_size=1, max_size=9), max_size=9), max_size=9)
 
 

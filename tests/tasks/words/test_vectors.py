@@ -125,7 +125,9 @@ def test_bad_questions(arguments: list[str], message: str, capsys: pytest.Captur
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("error")
 def test_equal_values_share_a_rank() -> None:
+    assert math.isnan(rank_correlation([1.0, 1.0], [1.0, 2.0]))
     assert rank_correlation([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1.0)
     assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
     assert math.isnan(rank_correlation([1], [1]))

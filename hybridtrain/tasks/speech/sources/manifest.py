@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +74,20 @@ def read_manifest(path: Path) -> list[Utterance]:
     reader = csv.DictReader(io.StringIO(read_text(path, "the manifest", "utf-8-sig"), newline=""))
     try:
         _require_columns(path, reader.fieldnames or ())
-        return [_utterance(path, reader.line_num, row) for row in reader]
+        return list(_utterances(path, reader))
     except csv.Error as error:
         raise UserError(f"cannot read the manifest {path}: {error}") from error
+
+
+def _utterances(path: Path, reader: csv.DictReader[str]) -> Iterator[Utterance]:
+    before = reader.line_num
+    for row in reader:
+        if any("\n" in cell for cell in row.values() if isinstance(cell, str)):
+            raise UserError(
+                f"{path}, line {before + 1}: a quoted cell goes on in the line below; close it"
+            )
+        before = reader.line_num
+        yield _utterance(path, before, row)
 
 
 def _utterance(path: Path, line: int, row: dict[str, str | None]) -> Utterance:
