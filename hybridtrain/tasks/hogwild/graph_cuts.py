@@ -62,7 +62,8 @@ class GraphCuts(InPlaceModule):
     def points(self, nodes: Tensor) -> Tensor:
         """On the simplex, (B, K); terminals do not move."""
         free = on_simplex(self.places(nodes))
-        return torch.where(self._fixed[nodes, None], self._corners[nodes], free)
+        fixed, corners = self._fixed.to(nodes.device), self._corners.to(nodes.device)
+        return torch.where(fixed[nodes, None], corners[nodes], free)
 
     def cut(self, batch: Batch) -> Tensor:
         """The weight that is cut of each edge, (B,)."""
@@ -92,7 +93,7 @@ class GraphCuts(InPlaceModule):
 def on_simplex(points: Tensor) -> Tensor:
     """The nearest points of the simplex to points (B, K)."""
     ordered = points.sort(dim=1, descending=True).values
-    shifts = (ordered.cumsum(1) - 1) / torch.arange(1, points.shape[1] + 1)
+    shifts = (ordered.cumsum(1) - 1) / torch.arange(1, points.shape[1] + 1, device=points.device)
     count = (ordered > shifts).sum(1, keepdim=True).clamp(min=1)
     return (points - shifts.gather(1, count - 1)).clamp(min=0)
 

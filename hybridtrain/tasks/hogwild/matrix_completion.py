@@ -77,7 +77,8 @@ class MatrixCompletion(InPlaceModule):
     def loss(self, batch: Batch) -> Tensor:
         """Mean of the ratings' shares of the objective."""
         error, left, right = self.errors(batch)
-        shrink = (each[rows] for each, rows in zip(self._shrink, batch[1:], strict=True))
+        pairs = zip(self._shrink, batch[1:], strict=True)
+        shrink = (each.to(rows.device)[rows] for each, rows in pairs)
         sizes = sum(s * t.square().sum(1) for s, t in zip(shrink, (left, right), strict=True))
         return 0.5 * (error.square() + sizes).mean()
 

@@ -76,7 +76,8 @@ class SparseSvm(InPlaceModule):
         labels, starts, features, values = self.examples.rows(batch)
         own = self.weights(features)[:, 0]  # (N,)
         hinge = (1 - labels * sums(own * values, starts)).clamp(min=0).sum()
-        return (hinge + 0.5 * (self._shrink[features] * own.square()).sum()) / len(labels)
+        shrink = self._shrink.to(features.device)[features]
+        return (hinge + 0.5 * (shrink * own.square()).sum()) / len(labels)
 
     def step_examples(self, batch: Tensor) -> None:
         from hybridtrain.tasks.hogwild import hogwild_kernels
@@ -106,7 +107,7 @@ class SparseSvm(InPlaceModule):
 
 def sums(values: Tensor, starts: Tensor) -> Tensor:
     """Sums (B,) of the values (N,) of each example."""
-    of = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff())
+    of = torch.repeat_interleave(torch.arange(len(starts) - 1, device=starts.device), starts.diff())
     return values.new_zeros(len(starts) - 1).index_add(0, of, values)
 
 

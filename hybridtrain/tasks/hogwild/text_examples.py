@@ -209,16 +209,14 @@ class Examples(Dataset[Any]):
 
     def rows(self, places: Tensor) -> Rows:
         """These examples (B,), one behind the other."""
-        chosen = places.numpy()
+        chosen = places.cpu().numpy()
         firsts, lasts = self.starts[chosen], self.starts[chosen + 1]
         starts = np.concatenate([[0], np.cumsum(lasts - firsts)])
         where = np.repeat(firsts - starts[:-1], lasts - firsts) + np.arange(starts[-1])
-        return (
-            torch.from_numpy(self.labels[chosen]),
-            torch.from_numpy(starts),
-            torch.from_numpy(self.features[where].astype(np.int64)),
-            torch.from_numpy(self.values[where]),
-        )
+        features = self.features[where].astype(np.int64)
+        found = self.labels[chosen], starts, features, self.values[where]
+        labels, begins, numbers, values = (torch.from_numpy(x).to(places.device) for x in found)
+        return labels, begins, numbers, values
 
     def degrees(self) -> Tensor:
         """In how many examples each feature is, (F,); 1 for one that is in none."""
