@@ -38,8 +38,8 @@ def by_value(value: Any) -> str | None:
     return "+".join(map(str, value)) if isinstance(value, tuple) else None
 
 
-MANY = 20  # cases of one test
-LOTS = 50
+MANY = 12  # cases of one test
+LOTS = 25
 
 
 def every_pair(names: Sequence[str], samples: Mapping[str, int] = MappingProxyType({})) -> set[str]:

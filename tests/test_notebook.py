@@ -78,6 +78,7 @@ def test_the_notebook_runs_from_top_to_bottom_in_a_kernel(notebook: Kernel) -> N
     assert notebook.of_kind("display_data", "comm_open") == []  # widgets
 
 
+@pytest.mark.sampled(1)
 @LINUX
 @pytest.mark.slow
 @pytest.mark.timeout(600)

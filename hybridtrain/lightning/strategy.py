@@ -42,7 +42,7 @@ from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch, has_made_las
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
 from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
-from hybridtrain.lightning.hosts.agreement import compare_workers
+from hybridtrain.lightning.hosts.agreement import compare_workers, share_buffers
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.participation.evaluated_model import EvaluatedModel
@@ -241,6 +241,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             if self.hosts_of_run > 1 and self._back is None:
                 plans = [sampler.plan for sampler in self._loaders.samplers]
                 compare_workers(trainer, plans)
+                share_buffers(trainer.lightning_module, self.client)
             self.session.install()
             if self._back is not None:
                 self._back.restore_apart()

@@ -99,7 +99,7 @@ HALF = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @pytest.mark.timeout(300)  # importing all in nine processes afresh takes a busy machine a while
 @pytest.mark.parametrize(
     ("kind", "end"), [(kind, end) for kind in RUNS for end in HALF.get(kind, ENDS)]
@@ -113,6 +113,7 @@ def test_nothing_is_left_of_any_run(kind: str, end: str, zygote: Zygote, tmp_pat
     assert run.left() == [], run.said()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["parent", "all", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("how", ["fork", "popen"])

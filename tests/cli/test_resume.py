@@ -103,6 +103,7 @@ def test_a_run_killed_with_all_its_processes_goes_on_to_the_same_bits(
 STRATEGIES = sorted(path.stem for path in (conf_dir() / "strategy").glob("*.yaml"))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", by_default(STRATEGIES, "local_sgd"))
 def test_the_total_is_what_all_parts_have_counted(command: Command, strategy: str) -> None:

@@ -191,6 +191,7 @@ def test_a_job_reports_hears_the_answer_and_trains_on_without_one(
     assert job.ask(3, 3.0) is False and not job.was_pruned()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",

@@ -27,6 +27,7 @@ def shell(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "status", "line"),

@@ -45,6 +45,7 @@ def broken_off(zygote: Zygote, ending: str, options: Sequence[str]) -> None:
     assert not Path("jobs/2").exists()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", by_default(["SIGKILL", "SIGINT", "SIGTERM"], "SIGKILL"))
 def test_finished_jobs_are_kept_the_broken_one_goes_on_and_the_rest_runs(

@@ -63,7 +63,7 @@ def undisturbed(strategy: str, place: str) -> cell.States:
     return undisturbed_states(strategy)
 
 
-@pytest.mark.sampled(45)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(("case", "place"), wanted(), ids=str)
 def test_whatever_fails_on_a_device_each_sample_counts_once(
     case: Case, place: str, races: Path, monkeypatch: pytest.MonkeyPatch

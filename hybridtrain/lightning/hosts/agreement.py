@@ -17,13 +17,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 import hybridtrain
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
+from hybridtrain.memory.store import checksum
 from hybridtrain.options.strategy_arguments import LightningArguments
 from hybridtrain.util.option_types import hints
 
@@ -47,6 +50,7 @@ _OF_TRAINER = (
     "reload_dataloaders_every_n_epochs",
 )
 _PART_BYTES = 16 << 20  # of a file, in one message
+_PART_LETTERS = 14 << 10
 _SHOWN = 3  # differences in a message
 _LONGEST = 60  # letters of a value
 _configuration: dict[str, str] = {}  # of the command line
@@ -74,7 +78,7 @@ def about_this_host(
     options = {k: v for k, v in given.get("data_options", {}).items() if k not in _OWN}
     options["policy"] = given.get("policy")
     model = arguments.get("model") or trainer.lightning_module
-    return {
+    about = {
         **about_this_process(),
         "num_nodes": strategy.num_nodes,
         "workers": len(strategy.parallel_devices or [None]) * strategy.workers_per_device,
@@ -82,9 +86,19 @@ def about_this_host(
         "trainer": {name: described(getattr(trainer, name)) for name in _OF_TRAINER},
         "code": _code_of(model, arguments.get("datamodule")),
         "model": _model_of(model),
+        "weights": _weights_of(model) if _evaluates_as_it_is(trainer, arguments) else {},
         "data": {f"samples of {name}": n for name, n in _lengths(arguments).items()},
         "from": _goes_on_from(arguments),
     }
+    return {part: _short_enough(value) for part, value in about.items()}
+
+
+def _short_enough(part: Any) -> Any:
+    """A greeting has room for four such parts; of a larger one it has the digest."""
+    text = json.dumps(part, sort_keys=True)
+    if not isinstance(part, dict) or len(text) <= _PART_LETTERS:
+        return part
+    return {f"the digest of {len(part)} entries": hashlib.sha256(text.encode()).hexdigest()[:8]}
 
 
 def _goes_on_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +149,16 @@ def compare_workers(trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
     for other in others:
         if (reason := differences(first, other, "on host 0")) is not None:
             raise UserError(f"the hosts do not fit: {reason}")
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, client: Client) -> None:
+    """Give all workers the buffers of worker 0: hosts that were not seeded have drawn others."""
+    mine = [*module.buffers()]
+    if mine:
+        theirs = [each.cpu() for each in mine] if client.is_leader else []
+        for buffer, value in zip(mine, client.gather("buffers", theirs)[0], strict=True):
+            buffer.copy_(value)
 
 
 @contextmanager
@@ -209,6 +233,7 @@ _ADVICE = {
     "trainer": "give all hosts' trainers the same arguments",
     "code": "start the same files on all hosts (their digests differ)",
     "model": "make the same model on all hosts",
+    "weights": "seed all hosts alike, or load the same checkpoint (ckpt_path=PATH)",
     "optimizers": "configure the same optimizers on all hosts",
     "data": "give all hosts the same data",
     "progress": "let the same checkpoint be loaded on all hosts",
@@ -242,6 +267,21 @@ def _model_of(module: Any) -> dict[str, str]:
     given = getattr(module, "hparams", {})
     made = {"class": _name(module), "shapes of parameters": described(shapes)}
     return made | {f"hparams.{name}": described(value) for name, value in given.items()}
+
+
+def _evaluates_as_it_is(trainer: Trainer, arguments: Mapping[str, Any]) -> bool:
+    """Whether each host evaluates the module that it has; training begins with host 0's."""
+    evaluates = trainer.validating or trainer.testing or trainer.predicting
+    return evaluates and arguments.get("ckpt_path") is None
+
+
+def _weights_of(module: Any) -> dict[str, str]:
+    if not isinstance(module, nn.Module):
+        return {}
+    named = (*module.named_parameters(), *module.named_buffers())
+    known = [(name, value) for name, value in named if not is_lazy(value)]
+    each = repr([(name, checksum(value)) for name, value in known])
+    return {"the checksum of the weights": hashlib.sha256(each.encode()).hexdigest()[:8]}
 
 
 def _lengths(arguments: Mapping[str, Any]) -> dict[str, int]:

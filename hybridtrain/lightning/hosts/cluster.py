@@ -245,6 +245,20 @@ def address_towards(place: HostPlace) -> str:
     return place.address  # the store is on this host, whose name means loopback here
 
 
+def bound_to(address: str) -> str:
+    """Where host 0 listens: at all addresses (empty), if its name means loopback here.
+
+    So it does on Debian, which has ``127.0.1.1`` for a machine's own name.
+    """
+    if is_loopback(address):
+        return address
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return address
+    return "" if all(is_loopback(str(each[4][0])) for each in found) else address
+
+
 # By a Unix socket without a file, between processes of one user on one machine. The kernel forgets
 # it with host 0's process, and says whose process is at its other end.
 

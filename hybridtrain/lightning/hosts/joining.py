@@ -8,19 +8,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from selectors import EVENT_READ, DefaultSelector
+from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.lightning.hosts.agreement import about_this_host, differences
-from hybridtrain.lightning.hosts.cluster import address_towards, handed_over, key_of, take_key
+from hybridtrain.lightning.hosts.cluster import (
+    address_towards,
+    bound_to,
+    handed_over,
+    key_of,
+    take_key,
+)
 from hybridtrain.lightning.results.worker_result import WorkerResult
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, read
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.util.host_place import HostPlace
-from hybridtrain.worlds.hosts.connection import HostConnection, Listener, dial
-from hybridtrain.worlds.hosts.orders import Over
+from hybridtrain.worlds.hosts.connection import HostConnection, HostLost, Listener, dial
+from hybridtrain.worlds.hosts.orders import Over, Signalled
 from hybridtrain.worlds.hosts.other_hosts import Hosts
 from hybridtrain.worlds.local.signals import Interrupted, caught_signals
 
@@ -61,16 +67,20 @@ def with_other_hosts(
         try:
             results = train(hosts)
             over = Over(_whole(results, scratch))
-        except Interrupted as interruption:
-            over = Over(signum=interruption.signum)
-            raise
         except BaseException as error:
-            over = Over(error=f"{type(error).__name__}: {error}")
+            over = _over_by(error)
             raise
         finally:
-            told = replace(over, stats=strategy.run_stats())
-            hosts.conclude(told, others.last_arrivals())
+            late = others.last_arrivals()
+            stack.close()  # or a host that has the results would take this key for its next call
+            hosts.conclude(replace(over, stats=strategy.run_stats()), late)
         return results
+
+
+def _over_by(error: BaseException) -> Over:
+    if isinstance(error, Interrupted):
+        return Over(signum=error.signum)
+    return Over(error=f"{type(error).__name__}: {error}")
 
 
 def _whole(results: list[Any], scratch: Scratch) -> list[Any]:
@@ -95,7 +105,7 @@ def gathering(
     """
     key = key_of(place, path)
     address = address_towards(place) if place.store_port else place.address
-    listener = Listener(address, place.port, key, about)
+    listener = Listener(bound_to(address), place.port, key, about)
     try:
         with handed_over(place, listener.port, key, path):
             yield Gathering(listener, place.n_hosts, about)
@@ -122,10 +132,21 @@ class Gathering:
     def wait_for(self, least: int, patience_s: float = PATIENCE_S) -> None:
         """Wait until ``least`` hosts are there, this one included.
 
+        A host that ends while it waits for others may come again.
+
         Raises:
             UserError: if one does not come in time, or does not fit.
-            Interrupted: at a signal.
+            Interrupted: at a signal, also one that another host has got.
         """
+        try:
+            self._wait_for(least, patience_s)
+        except BaseException as error:
+            for connection in self.found.values():
+                connection.send(_over_by(error))
+                connection.close()
+            raise
+
+    def _wait_for(self, least: int, patience_s: float) -> None:
         found = self.found
         caught: list[int] = []
         began_s = said_s = time.monotonic()
@@ -133,14 +154,15 @@ class Gathering:
             selector.register(self.listener, EVENT_READ)
             while len(found) < least - 1:
                 selector.select(1.0)
+                now_s = time.monotonic()
+                for connection in list(found.values()):
+                    caught += self._heard(connection, now_s, selector)
+                if caught:
+                    raise Interrupted(caught[0])
                 for connection in self._came():
                     self._check(connection, found)
                     found[connection.host] = connection
-                if caught:
-                    raise Interrupted(caught[0])
-                now_s = time.monotonic()
-                for connection in found.values():
-                    connection.look(now_s)
+                    selector.register(connection, EVENT_READ)
                 missing = sorted(set(range(1, self.n_hosts)) - found.keys())
                 names = ", ".join(map(str, missing))
                 if now_s > began_s + patience_s:
@@ -155,6 +177,19 @@ class Gathering:
                     to_stderr(
                         f"waiting at port {self.listener.port} for host {names} of {self.n_hosts}"
                     )
+
+    def _heard(self, connection: HostConnection, now_s: float, selector: BaseSelector) -> list[int]:
+        """Signals that a waiting host has got; it is forgotten if it has ended."""
+        try:
+            connection.look(now_s)
+            messages = connection.receive()
+        except HostLost as lost:
+            to_stderr(f"host {connection.host} has gone, and may come again: {lost}")
+            selector.unregister(connection)
+            connection.close()
+            del self.found[connection.host]
+            return []
+        return [each.signum for each in messages if isinstance(each, Signalled)]
 
     def _check(self, connection: HostConnection, found: Mapping[int, HostConnection]) -> None:
         if (reason := differences(self.about, connection.about)) is not None:
@@ -232,7 +267,8 @@ def reached(
     Raises:
         UserError: if host 0 does not come, or does not fit.
     """
-    with _news(f"host {place.host} waits for host 0 at {place.address}, port {place.port}"):
+    port = place.store_port or place.port
+    with _news(f"host {place.host} waits for host 0 at {place.address}, port {port}"):
         meeting = take_key(place, path, wait_s)
         connection = dial(meeting.address, meeting.port, meeting.key, place.host, about, wait_s)
     try:

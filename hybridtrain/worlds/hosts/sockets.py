@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from typing import Any
 
 CONTROL_TIMEOUT_S = 12  # until a silent host is lost
 ROWS_TIMEOUT_S = 120  # a stopped host reads nothing, and its rows wait
@@ -112,12 +113,21 @@ def accept(listening: socket.socket, context: ssl.SSLContext) -> tuple[ssl.SSLSo
 
 
 def connect(address: str, port: int, context: ssl.SSLContext, timeout_s: float) -> ssl.SSLSocket:
-    """Connect, before the handshake.
+    """Connect, before the handshake, to the first of the name's addresses that answers.
 
     Raises:
         OSError: if nobody answers within ``timeout_s``.
     """
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    *others, last = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, where in others:
+        with suppress(OSError):
+            return _connect(family, where, context, timeout_s)
+    return _connect(last[0], last[4], context, timeout_s)
+
+
+def _connect(
+    family: int, where: tuple[Any, ...], context: ssl.SSLContext, timeout_s: float
+) -> ssl.SSLSocket:
     with _making:
         sock = socket.socket(family, socket.SOCK_STREAM)
         _open.add(sock)

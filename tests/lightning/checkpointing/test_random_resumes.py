@@ -103,7 +103,7 @@ def trained(case: Case, part: Part, folder: Path, *callbacks: pl.Callback, **fit
 CASES = [drawn(seed) for seed in range(150)]
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("case", but_slow([(c,) for c in CASES], lambda _, n: n > 1), ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_each_sample_counts_once_an_epoch_over_both_runs(case: Case, tmp_path: Path) -> None:

@@ -204,6 +204,7 @@ def macos(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 @pytest.mark.parametrize("method", ["fork", "auto"])  # which is spawn, as on macOS

@@ -36,6 +36,7 @@ def test_all_strategies_and_policies_are_tried() -> None:
     assert len(host_cases()) == 455
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("case", some(), ids=str)
 def test_a_host_fails_and_nothing_is_lost_or_left(case: HostCase) -> None:
     for row, complaints in try_all([case]):

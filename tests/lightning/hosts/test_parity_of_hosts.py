@@ -59,6 +59,7 @@ def seen(case: Case, strategy: str, hosts: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "strategy"),

@@ -193,7 +193,7 @@ def again(case: Case, folder: Path, pids: Pids) -> None:
 CASES = [drawn(seed) for seed in range(150)]
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(30)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", but_slow([(c,) for c in CASES], lambda _, n: n > 0), ids=str)
 def test_each_sample_counts_once_an_epoch_on_all_hosts(tmp_path: Path, case: Case) -> None:

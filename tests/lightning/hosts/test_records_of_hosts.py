@@ -82,6 +82,7 @@ def recorded(folder: Path, devices: int, **parts: Any) -> tuple[Record, list[Hos
 NAMES = ["hybrid", "async", "local_sgd", "diloco", "ssp", "backup", "k_async", "easgd"]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "devices"),

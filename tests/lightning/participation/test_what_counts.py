@@ -114,6 +114,7 @@ def test_any_number_of_samples_is_logged_once(
     check(policy, workers, 1 + int(part * (3 * workers * size - 1)), size)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
 def test_any_number_of_samples_is_logged_once_under_every_policy(policy: Any) -> None:

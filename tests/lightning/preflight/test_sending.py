@@ -186,6 +186,7 @@ def test_under_fork_a_script_needs_no_guard(tmp_path: Path) -> None:
     assert "steps 4" in done.stdout, done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("end", "start_method"),
     [
