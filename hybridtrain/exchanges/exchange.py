@@ -28,9 +28,10 @@ class Exchange(Protocol):
     they hand over every step's gradient (``"read"``) or write to the masters (``"shared"``), no
     further method is needed. ``update``: how the masters move, unless the user says
     (``strategy.update``): the user's own optimizer (``"user"``), which gets the mean of the
-    gradients or what a merge rule makes of them; or the mean of what was handed over is subtracted
-    (``"mean"``). ``keeps``: workers continue from parameters of their own where all have handed
-    over (else from the masters).
+    gradients or what a merge rule makes of them; or the mean (``"mean"``) or sum (``"sum"``) of
+    what was handed over is subtracted; or ``"lbfgs"`` gets the sum of a pass. ``keeps``:
+    workers continue from parameters of their own where all have handed over (else from the
+    masters).
     """
 
     parameters: ClassVar[Parameters]
@@ -62,7 +63,7 @@ class LocalExchange(Exchange, Protocol):
 
     @property
     def owes(self) -> bool:
-        """Whether the worker has made steps since it last handed something over."""
+        """Whether the worker has made steps that a later hand-over is to bring."""
 
     def step(self, local: Local) -> Leaving:
         """A backward has ended, and the user's optimizer is to step; ``None``: nothing leaves."""

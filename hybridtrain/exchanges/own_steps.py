@@ -13,7 +13,6 @@ from hybridtrain.exchanges.exchange import (
     RESIDUALS,
     Leaving,
     Local,
-    MergeRule,
     Parameters,
     StepFactory,
 )
@@ -30,7 +29,7 @@ class StepsOwnParameters:
     parameters: ClassVar[Parameters] = "own"
     keeps: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
-    update: ClassVar[str | MergeRule] = "mean"
+    update: ClassVar[str] = "mean"
     remembers: ClassVar[tuple[str, ...]] = ()
     compressor = Compressor(None)
 

@@ -1,8 +1,4 @@
-"""Asynchronous SGD: each gradient is applied when it arrives.
-
-DeepSpeech's *asynchronous* parallel optimisation: no worker waits, but gradients are stale
-(mozilla/DeepSpeech, ``doc/ParallelOptimization.rst``, "Asynchronous Parallel Optimization").
-"""
+"""The plain policies: nobody waits (``async``), all wait for all (``hybrid``), or in turns."""
 
 from __future__ import annotations
 
@@ -30,7 +26,11 @@ PASS = 1 << 30  # mini-batches: more than any pass has
 
 @dataclass
 class OnArrival:
-    """Apply and release each push on its own."""
+    """Apply each gradient when it arrives, and release its worker: asynchronous SGD.
+
+    DeepSpeech's *asynchronous* parallel optimisation: no worker waits, but gradients are stale
+    (mozilla/DeepSpeech, ``doc/ParallelOptimization.rst``, "Asynchronous Parallel Optimization").
+    """
 
     def begin(self, n_workers: int) -> Needs:
         self._orders = [(Apply((worker,)), Release((worker,))) for worker in range(n_workers)]

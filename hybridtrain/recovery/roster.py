@@ -15,11 +15,10 @@ If the system refuses to start a process, the roster retries, and calls the work
 
 If an announced restart is cancelled (training is over, or the run ends), the roster says why.
 
-At the end of a run all workers are asked to stop. The first that has stopped writes the last
-checkpoint, and the next one if it fails; a restarted worker without a step is not waited for.
-Free-running workers must all have stopped before, so that the checkpoint has every update. If no
-worker is left, the roster starts one process to write it. After half of ``grace_s`` the roster
-waits for no worker any longer; after all of it, it kills them.
+At the end of a run all workers are asked to stop. When all have, but for restarted ones without a
+step, the one with the lowest number writes the last checkpoint, which then has every update; the
+next one does if it fails. If no worker is left, the roster starts one process to write it. After
+half of ``grace_s`` the roster waits for no worker any longer; after all of it, it kills them.
 """
 
 from __future__ import annotations

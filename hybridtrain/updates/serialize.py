@@ -2,8 +2,8 @@
 
 Parameters are replaced by their numbers, and become views of the masters on the other side.
 Hyper-parameters, state (of a resumed run) and the instance's own attributes, which pickling an
-optimizer alone would lose, are kept. The bytes pass only between a parent and its children, over an
-inherited socket, so pickle is as safe here as ``fork``.
+optimizer alone would lose, are kept. The bytes pass only between the processes of one run: over
+inherited sockets, and between hosts over authenticated connections. Pickle is as safe as ``fork``.
 """
 
 from __future__ import annotations

@@ -384,7 +384,7 @@ class Client:
         while (reply := self._ask(request, Gathered)[0]).join:
             self.listeners.come(reply.join)
         self.met, self.left = reply.workers, reply.left
-        # From another worker by way of the parent, over inherited sockets.
+        # From another worker, over inherited sockets and between hosts over authenticated ones.
         return [pickle.loads(each) for each in reply.payloads]
 
     def note(self, note: Note) -> None:
