@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from selectors import EVENT_READ, BaseSelector
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -267,6 +268,7 @@ class _Masters:
         self._sent = 0  # bytes of the arena, of the update that began at so many changes
         self._began: int | None = None
         self._has: int | None = None  # the masters after so many changes
+        self._checksum: int | None = None  # of the masters last sent before the first update
         store.progress.listen(self._stepped)
 
     def _stepped(self, elements: int) -> None:
@@ -288,11 +290,17 @@ class _Masters:
         self._began = None
         if undone or began is None:
             known, self._has = self._has, None if undone else self._has
-            return others if known == now else [*others, whole]
+            has_all = known == now or (now == 0 and self._has_the_same(whole))
+            return others if has_all else [*others, whole]
         self._has = now
         start, _ = self._store.stepped_masters(0)
         pieces = [(whole[0], start), (self._sent, whole[1])]
         return [*others, *((first, end) for first, end in pieces if first < end)]
+
+    def _has_the_same(self, whole: Span) -> bool:
+        """Before the first update, when each meeting asks for them, and few change them."""
+        known, self._checksum = self._checksum, crc32(self._store.arena.memory[slice(*whole)])
+        return known == self._checksum
 
 
 def written_by(store: Store, workers: Sequence[int]) -> list[Span]:

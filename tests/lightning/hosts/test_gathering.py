@@ -204,3 +204,34 @@ def test_a_greeting_has_room_for_any_number_of_hyperparameters() -> None:
     trainer = make_trainer(HybridStrategy(), 1)
     about = about_this_host(trainer.strategy, trainer, {"model": module})  # type: ignore[arg-type]
     assert [*about["model"]] == ["the digest of 5002 entries"]
+
+
+class Wide(pl.LightningModule):
+    """160,000 parameters, more than all messages of a short run have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(8, 20_000, bias=False)
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val", self.training_step(batch, 0), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def times_sent() -> float:
+    pl.seed_everything(7, verbose=False)
+    options = {"max_epochs": 1, "limit_train_batches": 1, "num_sanity_val_steps": 2}
+    trainer = make_trainer(HybridStrategy(), 1, num_nodes=2, **options)
+    trainer.fit(Wide(), loader(), loader())
+    hosts: Any = trainer.strategy.run_stats()["hosts"]  # type: ignore[attr-defined]
+    return float(hosts[0]["sent"]) / (4 * 160_000)
+
+
+def test_before_the_first_update_masters_go_down_when_they_change(tmp_path: Path) -> None:
+    found = run_hosts(tmp_path, times_sent)[0].result
+    assert 2 < found < 4, "as they are shared, as they are installed, and after the update"
