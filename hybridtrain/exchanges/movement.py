@@ -91,7 +91,7 @@ class Later:
             self._over = self._steps >= self.at
         else:
             self._over = self._over or local.rate < self._highest
-            self._highest = max(self._highest, local.rate)
+            self._highest = local.rate  # they have not fallen before
         return now
 
     def state(self) -> dict[str, Any]:

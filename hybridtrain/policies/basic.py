@@ -189,7 +189,7 @@ class RoundRobin:
             case Waiting(worker) | Left(worker):
                 self._active.discard(worker)
                 self._ready.discard(worker)
-                if worker == self._holder or not self._active:
+                if worker == self._holder:
                     self._pass_on()
                 return self._grant()
         return ()

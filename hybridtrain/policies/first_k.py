@@ -217,7 +217,7 @@ class Deadline(Checked):
         if not self._got:
             return ()
         if len(self._got) < len(self._fresh):
-            if at_s is None or len(self._got) < min(self._n, len(self._active)):
+            if at_s is None or len(self._got) < self._n:
                 return ()
             if self._end_s is None:  # once per round: medians take time
                 self._end_s = self._usual_end_s()

@@ -78,6 +78,6 @@ class Grace(Checked, BriefRepr):
         return bool(self._here) and self._active <= set(self._here)
 
     def _close(self) -> Sequence[Order]:
-        here, self._here, self._end_s = self._here, [], math.inf
+        here, self._here = self._here, []
         updates = [tuple(sorted(here))] if self.together else [(worker,) for worker in here]
         return (*map(Apply, updates), Release(tuple(sorted(here))))

@@ -52,7 +52,7 @@ class Plateau:
         mean = self._sum / self._count
         self._sum, self._count = 0.0, 0
         better = mean < self._best - self.min_delta
-        self._best = min(self._best, mean)
+        self._best = mean
         return not better
 
 

@@ -7,8 +7,8 @@ as in lock-step (:class:`hybridtrain.policies.WaitForAll`), but not for a worker
 asking (it abstains) or is in a meeting.
 A worker may be lost between its mean and its push. The others push that mean, so its gradient
 counts: a restarted worker gets the same mean; without a restart its mini-batch is finished. Where a
-step has several means (user code accumulates), the restarted worker gets the last one for each that
-its former process had: every mean replaces the gradient, so only the last one is in the step.
+step has several means (user code accumulates), each replaces the gradient, so only the last one is
+in the step; the restarted worker gets that one as often as its former process had got a mean.
 """
 
 from __future__ import annotations

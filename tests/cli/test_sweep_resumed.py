@@ -22,6 +22,7 @@ from hybridtrain.cli.sweep import resumed
 from hybridtrain.cli.sweep.resumed import Sweep
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import number
+from hybridtrain.report.runs import CONFIG_FILE
 from tests.cli.conftest import Command, in_use, summary
 from tests.cli.test_full_disk import UNSHARE
 from tests.cli.test_interrupt import _none_left
@@ -207,3 +208,17 @@ def test_a_sweep_goes_on_after_a_full_disk(tmp_path: Path) -> None:
     assert Path("second").read_text() == "0\n", Path("second.txt").read_text()
     assert [summary(f"copy/{i}")["exit"] for i in range(3)] == [0, 0, 0]
     shutil.rmtree("copy")
+
+
+def test_lengths_are_compared_as_numbers() -> None:
+    resumed._check_length({"seeds": "seeds=10"}, {"seeds": "seeds=9"})
+    with pytest.raises(UserError, match=r"seeds=9: this sweep has seeds=10, and can only be made"):
+        resumed._check_length({"seeds": "seeds=9"}, {"seeds": "seeds=10"})
+
+
+@pytest.mark.parametrize(("faults", "own"), [("${faults}", False), ("[{at: 3}]", True)])
+def test_a_job_that_goes_on_does_not_break_again(faults: str, own: bool, tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).parent.mkdir()
+    (tmp_path / CONFIG_FILE).write_text(f"strategy:\n  faults: {faults}\n")
+    found = resumed.going_on(tmp_path)
+    assert "faults=null" in found and ("strategy.faults=null" in found) == own

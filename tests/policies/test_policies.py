@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hybridtrain.policies import (
     BoundedStaleness,
     Deadline,
     FirstK,
+    NotTooLate,
     OnArrival,
     Policy,
     RoundRobin,
@@ -23,6 +25,8 @@ from hybridtrain.policies.switch import Plateau
 from hybridtrain.protocol.facts import (
     Accumulate,
     Apply,
+    Began,
+    Drop,
     Fact,
     Joined,
     Left,
@@ -327,6 +331,81 @@ def test_an_update_of_what_was_put_aside_counts_for_a_switch() -> None:
     for worker in (0, 1):
         policy.on(Pushed(worker, empty=True))
     assert policy._now is policy.then
+
+
+def test_what_was_put_aside_counts_for_one_update() -> None:
+    policy = joined(Switch(FirstK(2, "use", several=True), OnArrival(), at_update=2), 2)
+    for worker in (0, 1):
+        policy.on(Pushed(worker))
+    for worker in (0, 1):  # an update of nothing
+        policy.on(Pushed(worker, empty=True))
+    assert policy._now is policy.first
+
+
+def test_a_run_that_begins_at_the_switch_is_behind_it() -> None:
+    policy = joined(Switch(OnArrival(), WaitForAll(), at_update=2), 2)
+    policy.on(Began(2))
+    assert not policy.on(Pushed(0)), "it waits for the other"
+
+
+@pytest.mark.parametrize("late", [FirstK(1), Deadline(), NotTooLate()])
+def test_who_begins_with_older_parameters_is_late(late: Policy) -> None:
+    policy = joined(late, 2)
+    policy.on(Joined(1, behind=1))
+    assert policy.on(Pushed(1)) == (Drop((1,)), Release((1,)))
+
+
+# ---- backup workers with a deadline -------------------------------------------------------------
+
+
+def in_time(n_workers: int) -> Policy:
+    """All have pushed at second 1, and nobody knows yet how long a mini-batch takes."""
+    policy = joined(Deadline(at_least=1), n_workers)
+    for worker in range(n_workers - 1):
+        assert not policy.on(Pushed(worker, 1.0))
+    assert policy.on(Pushed(n_workers - 1, 1.0)) == round_of(*range(n_workers))
+    return policy
+
+
+def test_whoever_is_as_fast_as_the_others_is_in_time() -> None:
+    policy = in_time(3)
+    for worker in (0, 1):
+        assert policy.on(Pushed(worker, 2.0)) == (SetTimer(pytest.approx(2.1)),)
+    assert policy.on(Pushed(2, 2.05)) == round_of(0, 1, 2)
+
+
+def test_a_pause_is_no_part_of_a_mini_batch() -> None:
+    policy = in_time(2)
+    for worker in (0, 1):
+        policy.on(Waiting(worker))
+    for worker in (0, 1):
+        policy.on(Joined(worker))
+    assert not policy.on(Pushed(0, 51.0)), "nobody knows when it began"
+    assert policy.on(Pushed(1, 51.0)) == round_of(0, 1)
+    assert policy.on(Pushed(0, 52.0)) == (SetTimer(pytest.approx(52.1)),)
+
+
+# ---- what policies say of themselves ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "gathers"),
+    [
+        (BoundedStaleness(0), 4),
+        (BoundedStaleness(1), 1),
+        (Deadline(), 3),  # one is late, as a rule
+        (Deadline(at_least=4), 4),
+        (Switch(WaitForAll(), OnArrival(), at_update=5), 4),  # later one
+        (Switch(WaitForAll(), OnArrival(), patience=5), 1),  # from when on is not known
+    ],
+)
+def test_so_many_contributions_make_an_update(policy: Policy, gathers: int) -> None:
+    assert policy.begin(4).gathers == gathers
+
+
+def test_while_one_part_of_a_switch_drops_nothing_no_gradient_is_too_late() -> None:
+    assert Switch(OnArrival(), NotTooLate(2), at_update=5).begin(4).max_staleness == inf
+    assert Switch(NotTooLate(1), NotTooLate(2), at_update=5).begin(4).max_staleness == 2
 
 
 @pytest.mark.parametrize(

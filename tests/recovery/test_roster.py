@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from hybridtrain.recovery.failure_policy import End, Judge, OnFailure, Replace
+from hybridtrain.recovery.failure_policy import (
+    End,
+    GoOn,
+    Judge,
+    OnFailure,
+    Replace,
+    WorkerGone,
+)
 from hybridtrain.recovery.roster import (
     AWAY,
     TABLE,
@@ -22,6 +29,7 @@ from hybridtrain.recovery.roster import (
     Start,
     WorkerState,
 )
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.support.schedules import Schedule
 
 S, E = WorkerState, LifecycleEvent
@@ -86,6 +94,58 @@ def test_who_waits_in_a_step_is_asked_and_nobody_in_a_meeting() -> None:
     lose(made, 0, at_s=1.0)
     made.on(2, E.GOES_ON)
     assert made.advance(1.6) == [Ask(2, 0, 3), Ask(2, 1, 4)], "who was asked is lost"
+
+
+def test_nobody_is_asked_for_a_worker_before_its_process_has_ended() -> None:
+    made = roster()
+    made.failed(1, LOST, 0.0, training=True)
+    assert made.advance(1.0) == []
+    made.reaped(1)
+    assert made.advance(1.0) == [Ask(0, 1, 1)]
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_what_only_the_first_worker_would_do() -> None:
+    made = roster(2)
+    made.progress(1, None, 0, b"kept")
+    made.finished(1, first=False)
+    made.reaped(1)
+    lose(made, 0)
+    assert made.away and not made.over
+    made.stop(1.0)
+    assert made.over
+
+
+def test_one_process_more_to_save_is_tried_once() -> None:
+    made = roster(1)
+    made.progress(0, None, 0, b"kept")
+    lose(made, 0)
+    made.stop(0.0)
+    assert made.advance(0.1) == [Start(0, b"kept")]
+    assert made.refused(0, BlockingIOError("no room"), 0.2) == []
+    assert made.over
+
+
+def test_after_a_while_a_worker_comes_back_as_soon_as_at_first() -> None:
+    judge, left = Judge(OnFailure("restart", max_restarts=None)), WorkerGone(2)
+    verdicts = [judge.failed(0, LOST, left, at_s) for at_s in (0.0, 10.0, 20.0, 400.0)]
+    assert verdicts == [Replace(0.5, 1), Replace(1.0, 2), Replace(2.0, 3), Replace(0.5, 4)]
+
+
+def test_workers_that_are_lost_with_their_host_count_as_one() -> None:
+    judge, left = Judge(OnFailure("restart", max_restarts=1)), WorkerGone(1)
+    assert judge.failed(0, WorkerDied("host 1 is lost"), left, 0.0) == Replace(0.5, 1)
+    for worker in (1, 2):
+        error = WorkerDied("host 1 is lost", counts=False)
+        assert judge.failed(worker, error, left, 0.0) == Replace(0.5, 1)
+    assert isinstance(judge.failed(0, WorkerDied("killed"), left, 1.0), End)
+
+
+@pytest.mark.parametrize(("left", "least"), [(1, 2), (2, 3)])
+def test_a_merge_rule_that_needs_more_workers_ends_the_run(left: int, least: int) -> None:
+    judge = Judge(OnFailure("continue", merges=least))
+    verdict = judge.failed(0, LOST, WorkerGone(left), 0.0)
+    assert isinstance(verdict, End) and f"the merge rule needs {least}" in verdict.reason
+    assert judge.failed(0, LOST, WorkerGone(least), 0.0) == GoOn()
 
 
 def test_what_a_lost_worker_has_pushed_is_waited_for() -> None:

@@ -13,8 +13,9 @@ from urllib.parse import unquote
 import pytest
 
 from hybridtrain import compare
+from hybridtrain.report.comparison import _thinned
 from hybridtrain.report.history import History
-from hybridtrain.report.runs import brief, find_runs, labels, read_run
+from hybridtrain.report.runs import brief, find_runs, labels, read_run, sheet
 
 pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
 
@@ -296,3 +297,17 @@ def test_the_few_that_are_older_than_almost_all_share_a_bin(tmp_path: Path) -> N
     assert "staleness in updates (2: and more)" in seen.texts
     drawn = text[text.index("Staleness of what was applied") :]
     assert re.findall(r"<span>(.*?)</span>", drawn) == ["0: a", "1: b"]
+
+
+@pytest.mark.parametrize("n", [1, 200, 450])
+def test_a_long_curve_is_thinned_and_keeps_its_ends(n: int) -> None:
+    x = [float(i) for i in range(n)]
+    kept, _ = _thinned(x, x)
+    assert kept[0] == 0.0 and kept[-1] == n - 1.0 and len(kept) <= 201
+
+
+def test_in_a_sheet_texts_are_no_formulas_and_numbers_are_numbers() -> None:
+    (line,) = list(
+        csv.reader(sheet("abcd", [{"a": "=1+1", "b": "-x", "c": -5, "d": -0.5}]).splitlines()[1:])
+    )
+    assert line == ["'=1+1", "'-x", "-5", "-0.5"]

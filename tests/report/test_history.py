@@ -47,6 +47,14 @@ def test_a_new_run_in_the_same_folder_begins_anew(tmp_path: Path) -> None:
     assert read_history(tmp_path).columns["samples"] == [2]
 
 
+def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> None:
+    before = History(tmp_path)
+    for updates in (2, 4, 6):
+        before.add({**row(float(updates), samples=8 * updates), "updates": updates})
+    History(tmp_path).resume_at(4, 32)
+    assert read_history(tmp_path).columns["updates"] == [2, 4]
+
+
 @pytest.mark.parametrize(
     ("text", "samples", "bad"),
     [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, StepRequest, Ticket, Visits
 from hybridtrain.protocol.spans import Spans, merged, positions, split, total
-from hybridtrain.server.batch_queue import BatchQueue
+from hybridtrain.server.batch_queue import BatchQueue, end_sooner
 
 FIRST = LoaderPass(0, 0)
 
@@ -93,6 +93,38 @@ def test_several_mini_batches_drawn_at_once_are_those_of_all_loaders() -> None:
     assert left[FIRST] == left[other.lap] == ((2, 40),)
     queue.lost(0)
     assert queue.draw(0, replace(other, begins=True)).spans == ((2, 3),)
+
+
+def test_of_loaders_drawn_from_together_only_the_first_says_whether_something_is_left() -> None:
+    queue, (one, other) = BatchQueue({0, 1}), pair(2, (1, 1))
+    for worker in (0, 1):
+        queue.draw(worker, replace(one, begins=True))
+    queue.draw(0, replace(other, begins=True))  # worker 1 has yet to draw its own
+    assert not queue.has_left({0, 1})
+
+
+def test_a_worker_that_comes_back_may_begin_with_any_loader() -> None:
+    queue, (one, other) = BatchQueue({0, 1}), pair(8, (1, 1))
+    begun = [replace(each, begins=True) for each in (one, other)]
+    first = queue.draw(0, begun[0])
+    queue.lost(0)
+    assert queue.draw(1, begun[0]) == first, "it has been given back"
+    assert queue.draw(0, begun[1]) != first
+
+
+@pytest.mark.parametrize(
+    ("most", "limited", "n_more"), [(1, False, 0), (3, False, 2), (3, True, 0)]
+)
+def test_so_many_mini_batches_are_drawn_at_once(most: int, limited: bool, n_more: int) -> None:
+    queue, ask = BatchQueue({0}), replace(draw(40, (1,)), most=most, limited=limited)
+    assert train(queue, 0, ask)
+    assert len(queue.draw(0, ask).more) == n_more
+
+
+def test_work_that_was_dropped_shows_how_fast_a_worker_is() -> None:
+    queue, ask = BatchQueue({0}), replace(draw(40, (1,)), most=3)
+    queue.give_back(0, (DrawnBatch(FIRST, queue.draw(0, ask).spans),))
+    assert queue.draw(0, ask).more
 
 
 @pytest.mark.parametrize("unlike", [{"length": 8, "spans": ((0, 8),)}, {"drop_last": True}])
@@ -356,6 +388,16 @@ def test_a_slow_worker_does_not_keep_the_others_waiting_for_what_it_has_fetched_
     assert max(at) - min(at) <= 3 and max(at) <= 100 / (3 + 1 / 3) + 1
 
 
+def test_what_a_slow_worker_holds_already_counts() -> None:
+    at, _ = ends([10.0, 1.0], 50, ahead=2)
+    assert max(at) <= 50 / (1 + 1 / 10) + 1
+
+
+def test_others_are_sooner_only_with_their_last_mini_batch() -> None:
+    assert not end_sooner(5.0, 6.0, [1.0, 1.0], 2.0)
+    assert end_sooner(5.1, 6.0, [1.0, 1.0], 2.0)
+
+
 def test_workers_as_fast_as_each_other_share_the_end_as_before() -> None:
     assert ends([1.0] * 4, 40) == ([10.0] * 4, [10] * 4)
     assert ends([1.0] * 3, 10)[1] == [4, 3, 3]
@@ -372,7 +414,7 @@ def test_nothing_is_lost_at_the_end_however_unequal_the_workers_are(
 ) -> None:
     at, counts = ends(steps, max(batches, len(steps)), ahead)
     assert min(counts) >= 1, "everybody takes part"
-    assert batches < 4 * len(steps) * (2 + ahead) or max(at) - min(at) <= 2 * max(steps)
+    assert batches < 4 * len(steps) * (2 + ahead) or max(at) - min(at) <= 3 * max(steps)
 
 
 def test_what_a_worker_steps_itself_is_done_when_it_has_and_goes_back_if_it_never_will() -> None:
@@ -386,6 +428,20 @@ def test_what_a_worker_steps_itself_is_done_when_it_has_and_goes_back_if_it_neve
     assert total(queue.unseen()[lap]) == 12
     assert queue.lost(1) == 4.0 and queue.lost(0) == 0.0
     assert total(queue.unseen()[lap]) == 12
+
+
+@pytest.mark.parametrize("n_made", [2, 3])
+def test_what_a_worker_has_not_stepped_yet_is_unseen(n_made: int) -> None:
+    """Of one push for two mini-batches, and one that is fetched ahead."""
+    made = 0
+    queue, ask = BatchQueue({0}, covered=lambda worker: made), draw(16, (4,), begins=True)
+    tickets = [queue.draw(0, replace(ask, begins=n == 0)) for n in range(3)]
+    covers = [DrawnBatch(FIRST, ticket.spans) for ticket in tickets]
+    queue.done(0, StepRequest(0, 8.0, covers=tuple(covers[:2])), 8.0)
+    assert queue.untold(0) == [] and total(queue.unseen()[FIRST]) == 16
+    made = n_made
+    assert queue.untold(0) == covers[2:made]
+    assert total(queue.unseen()[FIRST]) == 16 - 4 * made
 
 
 def test_what_has_been_stepped_does_not_go_back_when_a_pass_is_opened_again() -> None:

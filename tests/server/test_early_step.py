@@ -12,7 +12,7 @@ import torch
 from hybridtrain.policies import FirstK, WaitForAll
 from hybridtrain.protocol.events import Announced, NotArrived, Received, Removed
 from hybridtrain.protocol.messages import Clip, Pull
-from tests.support.served import Served, push_of, refusals, released
+from tests.support.served import Make, Served, push_of, refusals, released
 
 SIZE = 700_000  # elements: several chunks
 PATIENCE_S = 60.0
@@ -54,9 +54,13 @@ def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.1)
 
 
-def served(**options: Any) -> Served:
+def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def served(optimizer: Make = adam, **options: Any) -> Served:
     torch.manual_seed(0)
-    return Served(2, parameters=(torch.randn(SIZE),), optimizers=(adam,), **options)
+    return Served(2, parameters=(torch.randn(SIZE),), optimizers=(optimizer,), **options)
 
 
 def fill(each: Served, step: int) -> None:
@@ -137,14 +141,35 @@ def test_a_lost_worker_has_no_part_in_it() -> None:
     assert_same(early, plain)
 
 
-def test_masters_that_were_sent_early_and_undone_are_known_to_have_changed() -> None:
+def test_state_that_is_kept_since_is_undone_as_well() -> None:
+    early, plain = served(sgd), served(sgd)
+    for step in range(2):  # the second one has momentum
+        rows = Rows()
+        fill(plain, step)
+        begun(early, step, rows)
+        rows.arrive()
+        early.server._rounds._early._thread.join()  # type: ignore[union-attr]
+        early.server.on(Received(1, Pull({})))
+        assert_same(early, plain)
+        early.server.on(Received(1, push_of(2.0)))
+        for worker in (0, 1):
+            plain.server.on(Received(worker, push_of(1.0 + worker)))
+        for each in (early, plain):
+            for worker in (0, 1):
+                each.server.on(Received(worker, push_of(1.0, groups=({"momentum": 0.9},))))
+
+
+@pytest.mark.parametrize("here", [SIZE // 2, SIZE + 64])
+def test_masters_that_were_sent_early_and_undone_are_known_to_have_changed(here: int) -> None:
     early = served()
     heard: list[int] = []
     early.store.progress.listen(heard.append)
     rows = Rows()
     begun(early, 0, rows)
-    rows.arrive(SIZE // 2)
     before, number = early.store.moves.n_changes, early.store.progress.read().number
+    rows.arrive(here)
+    if here > SIZE:
+        early.server._rounds._early._thread.join()  # type: ignore[union-attr]
     early.server.on(Received(1, Pull({})))
     assert heard[0] == 0 and early.store.moves.n_changes != before + 1
     assert early.store.progress.read().number != number
@@ -179,8 +204,10 @@ def test_nothing_begins_before_all_have_pushed(policy: Callable[[], Any]) -> Non
 
 def test_the_server_closes_while_rows_are_missing() -> None:
     early, plain = served(), served()
-    begun(early, 0, Rows())
+    rows = Rows()
+    begun(early, 0, rows)
     early.server.close()
+    assert rows.over
     assert torch.equal(state(early)[0], state(plain)[0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtrain.policies import BoundedStaleness, FirstK, Policy
+from hybridtrain.policies import BoundedStaleness, FirstK, OnArrival, Policy
 from hybridtrain.policies.basic import NotTooLate
 from hybridtrain.protocol.events import BrokenOff, Removed
 from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
@@ -96,6 +96,22 @@ def test_what_a_dropped_push_tells_of_the_learning_rate_is_heard() -> None:
     served.push(1, 100.0, groups=({"lr": 0.5},))
     served.push(1, 10.0)
     assert served.value() == -1.0 - 0.5 * 10.0
+
+
+def test_what_a_dropped_push_has_written_stays() -> None:
+    served = Served(2, FirstK(1))
+    served.push(0, 1.0)
+    served.push(1, 100.0, writes={0: torch.full((3,), 5.0).numpy().tobytes()})
+    assert served.value() == 4.0, "it had read 0, and the other has gone on by -1"
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_behind_the_last_update_nothing_counts_but_what_has_been_counted(follows: bool) -> None:
+    served = Served(2, OnArrival())
+    served.server._rounds.begin(0, last=1)
+    assert served.push(0, 1.0) == [(0, Released(1))]
+    assert served.push(1, 1.0, follows=follows) == [(1, Released(1, counted=follows))]
+    assert served.value() == -1.0
 
 
 def test_the_late_count_where_late_is_used_one_update_old() -> None:

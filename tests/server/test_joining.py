@@ -72,3 +72,14 @@ def test_a_worker_that_is_lost_before_a_meeting_admits_it_is_not_waited_for() ->
         served.server.on(event)
     served.server.on(Received(0, Gather("who begins", b"", admits=True)))
     assert dict(served.push(0, 1.0)) == {0: Released(1)}
+
+
+def test_who_comes_back_hears_who_is_away() -> None:
+    served = Served(3)
+    for worker in (1, 2):  # worker 1 is not there to be told of worker 2
+        served.server.on(Removed(worker, announced=True, returns=True))
+    served.server.on(Restarted(1))
+    replies = served.server.on(Received(1, Install()))
+    assert [reply for worker, reply in replies if worker == 1 and isinstance(reply, Gone)] == [
+        Gone(2, 0, for_now=True)
+    ]

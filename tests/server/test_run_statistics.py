@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.monitoring.watchdog import Slow, SlowReport, slow_worker
+from hybridtrain.protocol.shared_round import MadeRounds
 from hybridtrain.server.barrier import Barrier, BarrierMismatch
 from hybridtrain.server.run_statistics import RunStatistics
 
@@ -208,6 +209,49 @@ def test_waiting_is_laid_to_whoever_came_last() -> None:
         "worker 2 is slow: a mini-batch takes it 2.7 times as long as the others, who wait 62 % of "
         "their time; 100 % of all waiting is for it"
     )
+
+
+def test_who_has_waited_before_it_pushes_has_not_come_last() -> None:
+    made, clock = statistics(2)
+    clock.now_s = 8.0
+    made.pushed(0, 4.0)
+    made.pushed(1, 4.0, waited_s=6.0)
+    made.updated([0, 0])
+    for worker in (0, 1):
+        made.released(worker)
+    stats = made.stats()
+    assert stats["waiting_share"] == [0.0, 6.0 / 8.0]
+    assert stats["awaited_share"] == [1.0, 0.0]
+
+
+def test_nobody_has_waited_since_before_its_release() -> None:
+    made, clock = statistics(1)
+    clock.now_s = 2.0
+    made.pushed(0, 4.0, waited_s=3.0)  # by another clock
+    made.released(0)
+    assert made.stats()["step_s"] == [0.0] and made.stats()["waiting_share"] == [1.0]
+
+
+def test_what_workers_have_made_together_they_have_read() -> None:
+    made, clock = statistics(2)
+    clock.now_s = 3.0
+    made.made_together(MadeRounds(3, 3.0, [12.0, 6.0], [0.0, 1.5], [1.5, 0.0]))
+    assert [made.age(worker) for worker in (0, 1)] == [0, 0]
+    stats = made.stats()
+    assert (stats["updates"], stats["samples"], stats["samples_per_s"]) == (3, 18, 6.0)
+    assert stats["waiting_share"] == [0.0, 0.5] and stats["awaited_share"] == [1.0, 0.0]
+    assert stats["staleness"] == {"mean": 0.0, "max": 0, "histogram": {0: 6}}
+
+
+def test_nobody_is_ahead_of_a_worker_that_is_gone() -> None:
+    made, _ = statistics(2)
+    for worker in (0, 1):
+        made.clocks.join(worker)
+    for worker in (0, 0):
+        made.pushed(worker, 4.0)
+    assert made.stats()["lead"] == {"now": [2, 0], "max": [2, 0]}
+    made.left(1)
+    assert made.stats()["lead"] == {"now": [0, 0], "max": [2, 0]}
 
 
 def test_workers_that_take_turns_in_being_last_are_not_called_slow() -> None:

@@ -430,6 +430,18 @@ def test_of_a_users_write_the_change_counts_where_the_masters_have_moved() -> No
     assert served.store.parameter(1, slot)[0] == 5.0, "with which it goes on computing"
 
 
+def test_what_all_write_alike_behind_a_meeting_counts_once_and_behind_the_next_one_again() -> None:
+    served = Served(2, OnArrival())
+    for value in (5.0, 7.0):
+        served.gather(0)
+        served.gather(1)
+        served.push(0, 1.0)  # the masters are not what the other has read
+        written = {0: torch.full((3,), value).numpy().tobytes()}
+        for worker in (1, 0):
+            served.server.on(Received(worker, Pull(written, alike=True)))
+        assert served.value() == value - 1.0
+
+
 def test_pulling_brings_only_the_own_copy_up_to_date() -> None:
     served = Served(2, OnArrival())
     (slot,) = served.layout.slots

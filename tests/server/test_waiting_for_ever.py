@@ -9,7 +9,7 @@ import pytest
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.policies import Needs
+from hybridtrain.policies import Grace, Needs
 from hybridtrain.protocol.events import Received, Removed, TimerExpired
 from hybridtrain.protocol.facts import (
     Apply,
@@ -98,6 +98,13 @@ def test_who_waits_for_a_time_does_not_wait_for_ever() -> None:
     served.now_s = 5.0
     assert [worker for worker, _ in served.server.on(TimerExpired())] == [0, 1]
     assert served.value() == -1.0
+
+
+def test_a_timer_that_rings_a_little_early_has_rung() -> None:
+    served = Served(2, Grace(0.5))
+    assert served.push(0, 1.0) == []
+    served.now_s = 0.499
+    assert served.server.on(TimerExpired()) == released(1, 0)
 
 
 def test_in_processes_the_run_ends_with_the_reason() -> None:

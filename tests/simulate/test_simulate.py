@@ -13,6 +13,7 @@ import pytest
 from hybridtrain import simulate
 from hybridtrain.errors import UserError
 from hybridtrain.simulate import main, parse
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,3 +189,11 @@ def test_what_does_not_go_with_them_is_said(given: list[str], said: str) -> None
     with pytest.raises(UserError, match=said.replace("?", r"\?")):
         plan, _ = parse(given)
         simulate.simulate(plan, plan.strategies[0], 2)
+
+
+def test_what_is_dropped_is_no_use() -> None:
+    times = ServiceTimes("constant", slower={1: 1.5})
+    plan = simulate.SimulationPlan(times=times, batch_size=1, mini_batches=60)
+    row = simulate.simulate(plan, simulate.StrategySpec("", {"name": "backup", "k": 1}), 2)
+    assert row.dropped > 0
+    assert row.efficiency == pytest.approx(row.samples_per_s / (1 + 1 / 1.5))

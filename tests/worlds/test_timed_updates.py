@@ -37,6 +37,13 @@ def counting(policy: Policy, workers: int, times: Any = CONSTANT, **conditions: 
     return VirtualWorld(policy, workers, times, task=Ones(), optimizer=sgd, conditions=under)
 
 
+def test_a_timer_that_is_due_within_an_update_is_heard_behind_it() -> None:
+    made = counting(make_policy("grace"), 2, update_s=2.0)
+    made.run(updates=4)
+    assert made.now_s == 10.0, "two mini-batches, and two times two updates"
+    assert made.server.statistics.stats()["updates"] == 4
+
+
 @pytest.mark.parametrize("policy", [WaitForAll, lambda: BoundedStaleness(0)])
 def test_where_all_wait_an_update_that_takes_time_changes_nothing_but_time(policy: Any) -> None:
     """To the bit: parameters, losses, and what is counted; through epochs with uneven ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import selectors
 import signal
 import threading
 import time
@@ -22,8 +23,8 @@ from hybridtrain.policies import OnArrival, WaitForAll
 from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.process_world import ProcessWorld
-from hybridtrain.worlds.local.signals import Interrupted
-from hybridtrain.worlds.local.worker_exit import WorkerDied, WorkerError
+from hybridtrain.worlds.local.signals import Interrupted, caught_signals
+from hybridtrain.worlds.local.worker_exit import Failed, WorkerDied, WorkerError
 from tests.picking import by_default
 from tests.support import bodies
 from tests.support.ends import gone, wait_until
@@ -154,6 +155,21 @@ def test_an_exception_that_cannot_travel_is_told_in_words(kind: str, words: str)
     assert str(error).startswith("worker 1 failed: ")
     assert str(error).endswith(words)
     assert "bodies.py" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit("of the user")])
+def test_what_would_end_this_process_in_silence_is_told_in_words(error: BaseException) -> None:
+    assert type(Failed.of(error).rebuild(1)) is WorkerError
+
+
+def test_signals_wake_what_they_have_woken_before() -> None:
+    before = signal.set_wakeup_fd(-1)
+    try:
+        with selectors.DefaultSelector() as selector, caught_signals([], selector):
+            pass
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.set_wakeup_fd(before)
 
 
 def test_a_group_of_exceptions_arrives_whole() -> None:

@@ -104,7 +104,7 @@ def reopen(loops: dict[str, Any]) -> None:
 
 
 def count_from_zero(checkpoint: dict[str, Any]) -> None:
-    """Let no update be missing in this epoch's count of them, which a checkpoint must not hold.
+    """Set this epoch's count of updates that are not in Lightning's counters yet to zero.
 
     Within a step Lightning's count is one short of the server's version until Lightning adds this
     step; in an epoch's first step it is -1 if the version did not change.

@@ -234,10 +234,8 @@ def _name(place: HostPlace) -> str:
 def address_towards(place: HostPlace) -> str:
     """This host's address in the network in which torchrun's store is."""
     with suppress(OSError):
-        family, kind, protocol, _, there = socket.getaddrinfo(
-            place.address, place.store_port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
+        family, there = sockets.resolved(place.address, place.store_port)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(there)  # sends nothing
             own = str(probe.getsockname()[0])
         if place.is_local or not is_loopback(own):
@@ -253,10 +251,10 @@ def bound_to(address: str) -> str:
     if is_loopback(address):
         return address
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        found = sockets.resolved(address)
     except OSError:
         return address
-    return "" if all(is_loopback(str(each[4][0])) for each in found) else address
+    return "" if all(is_loopback(str(where[0])) for _, where in found) else address
 
 
 # By a Unix socket without a file, between processes of one user on one machine. The kernel forgets

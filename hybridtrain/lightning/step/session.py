@@ -155,9 +155,11 @@ class Session(WorkerSession):
     def snapshot(
         self, reach: Callable[[int], object] = int, between: bool = False
     ) -> list[dict[str, Any]]:
-        """Each optimizer's ``state_dict()`` at one version. Parameters are brought to it, unless
-        user code has changed them (averaged weights, swapped in): those are to be saved. ``reach``
-        brings schedules, and so the learning rates, to it. ``between``: workers run freely now.
+        """Each optimizer's ``state_dict()`` at one version. The parameters become those of that
+        version, unless user code has swapped in others (averaged weights), which it saves.
+
+        ``reach`` brings schedules, and so the learning rates, to it. ``between``: workers run
+        freely now.
         """
         self._client.settle()
         if between:

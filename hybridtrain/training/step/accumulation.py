@@ -7,9 +7,9 @@ class Accumulation:
     """The mini-batches since the last step of any optimizer, for all optimizers of a module.
 
     One process weighs the mini-batches that it accumulates alike, however few samples the last one
-    has. For the sum over workers to be the same, a mini-batch of which this worker has another
-    share than of the first since the last step counts with the first's share, and its loss is
-    scaled by how much more or less it has.
+    has. For the sum over workers to be the same, all mini-batches of a step have one weight, from
+    this worker's share of the first. Where its share of a later one is another, that one's loss is
+    scaled by the ratio.
 
     ``weight`` is what the gradients count for, ``scale`` what the running mini-batch's loss is
     multiplied with. ``stepped``: an optimizer has stepped since the mini-batch began. Later steps

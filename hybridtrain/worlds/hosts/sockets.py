@@ -6,6 +6,7 @@ not see the end of the parent before the end of the child. So each fork closes t
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -42,14 +43,25 @@ def listen(address: str, port: int) -> socket.socket:
     Raises:
         OSError: if the address is not of this machine or the port is in use.
     """
-    family, _, _, _, where = socket.getaddrinfo(
-        address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    family, where = resolved(address, port, socket.AI_PASSIVE)[0]
     with _making:
-        sock = socket.create_server(where[:2], family=family, backlog=128)
+        sock = socket.create_server(where, family=family, backlog=128)
         _open.add(sock)
     sock.setblocking(False)
     return sock
+
+
+def resolved(address: str, port: int = 0, flags: int = 0) -> list[tuple[int, tuple[Any, ...]]]:
+    """Families and addresses of a name, which may be empty.
+
+    Raises:
+        OSError: if there is no such name.
+    """
+    try:
+        found = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=flags)
+    except UnicodeError:  # a label that is empty or too long
+        raise OSError(errno.EINVAL, f"{address!r} is no name of a host") from None
+    return [(family, where) for family, _, _, _, where in found]
 
 
 def free_port(address: str = "") -> int:
@@ -118,11 +130,11 @@ def connect(address: str, port: int, context: ssl.SSLContext, timeout_s: float) 
     Raises:
         OSError: if nobody answers within ``timeout_s``.
     """
-    *others, last = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    for family, _, _, _, where in others:
+    *others, (family, where) = resolved(address, port)
+    for other, elsewhere in others:
         with suppress(OSError):
-            return _connect(family, where, context, timeout_s)
-    return _connect(last[0], last[4], context, timeout_s)
+            return _connect(other, elsewhere, context, timeout_s)
+    return _connect(family, where, context, timeout_s)
 
 
 def _connect(

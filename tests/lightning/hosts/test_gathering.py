@@ -19,6 +19,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.lightning.hosts.agreement import about_this_host
 from hybridtrain.lightning.hosts.cluster import bound_to
 from hybridtrain.schemes import parts_of
+from hybridtrain.worlds.hosts.sockets import resolved
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default
 from tests.support.several_hosts import Host, Pids, run_hosts
@@ -196,6 +197,12 @@ def test_host_0_listens_at_all_addresses_if_its_name_means_loopback_here(
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     addresses = ["vm", "gpu1", "localhost", "127.0.0.1", "10.0.0.7", "nowhere"]
     assert [bound_to(each) for each in addresses] == ["", *addresses[1:]]
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 70, ".gpu1"])
+def test_what_is_no_name_of_a_host_is_an_error_of_the_address(name: str) -> None:
+    with pytest.raises(OSError, match="is no name of a host"):
+        resolved(name)
 
 
 def test_a_greeting_has_room_for_any_number_of_hyperparameters() -> None:
