@@ -129,7 +129,7 @@ def test_a_command_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert list(tmp_path.glob("outputs/*/*/summary.json"))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "arguments",
     by_default([a for a in runs() if not sweeps(a)], ["--help"]),

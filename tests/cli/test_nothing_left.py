@@ -99,7 +99,7 @@ HALF = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.timeout(300)  # importing all in nine processes afresh takes a busy machine a while
 @pytest.mark.parametrize(
     ("kind", "end"), [(kind, end) for kind in RUNS for end in HALF.get(kind, ENDS)]

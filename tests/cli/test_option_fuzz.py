@@ -43,7 +43,7 @@ def test_many_mutated_options_are_refused_or_make_sense(part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, 200, 40))
 def test_what_is_accepted_trains(first: int) -> None:

@@ -58,7 +58,7 @@ def reference(case: Case, workers: int) -> Job:
 
 
 # Not ``case``, ``strategy``, ``workers``: those are started in advance, elsewhere.
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(50)
 @pytest.mark.slow  # tests/lightning/devices has tests of the stand-in that run by default
 @pytest.mark.parametrize(("what", "under", "n_workers"), _runs())
 def test_workers_on_a_device_give_what_the_reference_gives(

@@ -51,7 +51,7 @@ def _marks(case: Case, by_default: bool) -> list[pytest.MarkDecorator]:
     return marks
 
 
-@pytest.mark.sampled(150)
+@pytest.mark.sampled(100)
 @pytest.mark.few(17)
 @pytest.mark.parametrize(("case", "strategy", "workers"), _runs())
 def test_the_strategy_gives_what_the_reference_gives(

@@ -102,6 +102,7 @@ def trained(case: Case, folder: Path, *callbacks: pl.Callback, **fit: Any) -> Pa
 CASES = [drawn(seed) for seed in range(100)]
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("case", but_slow([(c,) for c in CASES], lambda _, n: n > 3), ids=str)
 @pytest.mark.filterwarnings("ignore:.*num_workers")
 def test_a_step_has_the_same_samples_of_each_loader(case: Case, tmp_path: Path) -> None:
@@ -118,6 +119,7 @@ def test_a_step_has_the_same_samples_of_each_loader(case: Case, tmp_path: Path) 
         assert counts.tolist() == [EPOCHS] * case.n
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("case", but_slow([(c,) for c in CASES[:40]], lambda _, n: n > 1), ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_so_it_has_in_a_resumed_run(case: Case, tmp_path: Path) -> None:

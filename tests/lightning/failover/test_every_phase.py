@@ -153,6 +153,7 @@ LOOKING = [
 ]
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(
     ("strategy", "choice", "phase"), but_slow(LOOKING, lambda case, n: n not in (4, 15))
 )
@@ -193,6 +194,7 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("choice", "phase", "workers", "n"),
@@ -236,6 +238,7 @@ ALL = [
 ]
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "choice", "phase", "workers"),

@@ -12,6 +12,7 @@ def test_a_schedule_is_the_same_whenever_it_is_drawn() -> None:
     assert drawn("hybrid", 3) == drawn("hybrid", 3) != drawn("hybrid", 4)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.slow  # about four seconds each
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(20))

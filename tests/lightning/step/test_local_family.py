@@ -356,7 +356,7 @@ GOES_ON = [*slow_cases()][::5]
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in slow_cases()]
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(35)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", [*BY_DEFAULT, *SLOW], ids=repr)
 def test_workers_exchange_where_plain_torch_does_whoever_looks(case: Case, tmp_path: Path) -> None:
