@@ -154,7 +154,7 @@ def compare_workers(trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
 @torch.no_grad()
 def share_buffers(module: nn.Module, client: Client) -> None:
     """Give all workers the buffers of worker 0: hosts that were not seeded have drawn others."""
-    mine = [*module.buffers()]
+    mine = [each for each in module.buffers() if not is_lazy(each)]
     if mine:
         theirs = [each.cpu() for each in mine] if client.is_leader else []
         for buffer, value in zip(mine, client.gather("buffers", theirs)[0], strict=True):
