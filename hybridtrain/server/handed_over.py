@@ -52,15 +52,12 @@ class HandedOver:
         self._statistics.count_bytes(n * sum(whole for _, whole in self._whole.values()))
 
     def take_for_mean(self, worker: int, row: Row, store: Store) -> None:
-        """A gradient is to be averaged: decoded, at its places, and zeros where there is none.
-
-        Absent places do not travel between hosts, so an earlier step's gradient may lie there.
-        """
+        """A gradient is to be averaged; decoded, it lies at its places afterwards."""
         if row.encoded is not None:
             everything = (tuple(range(len(store.layout.slots))),)
             self._decode(worker, row, everything, store)
-        for number in row.absent:
-            store.gradient(worker, store.layout.slots[number]).zero_()
+            for number in row.absent:
+                store.gradient(worker, store.layout.slots[number]).zero_()
 
     @torch.no_grad()
     def _decode(self, worker: int, row: Row, members: Members, store: Store) -> None:

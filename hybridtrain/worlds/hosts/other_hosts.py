@@ -21,7 +21,7 @@ import torch
 from hybridtrain.memory import Store
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.protocol.events import Announced, NotArrived
-from hybridtrain.protocol.messages import Averaged, Gathered, Push, Reply, Shared
+from hybridtrain.protocol.messages import Average, Averaged, Gathered, Push, Reply, Shared
 from hybridtrain.server.server import Server
 from hybridtrain.worlds.hosts import transport
 from hybridtrain.worlds.hosts.connection import HostConnection, HostLost
@@ -156,6 +156,8 @@ class OtherHost:
                     case Signalled(signum):
                         self._signalled(signum)
                     case FromWorker(number, said) if self._begun:
+                        if isinstance(said, Average):
+                            self._complete(number, said)
                         self.workers[number].inbox.append(said)
                         yield number, False
                     case Ended(number) if self._begun:
@@ -163,6 +165,13 @@ class OtherHost:
                         yield number, True
         except HostLost as lost:
             yield from self._lose(str(lost))
+
+    def _complete(self, number: int, request: Average) -> None:
+        """Set places without a gradient to zero, as the worker has: such places do not travel."""
+        store = None if self._server is None else self._server.store
+        if store is not None and request.row.encoded is None:
+            for absent in request.row.absent:
+                store.gradient(number, store.layout.slots[absent]).zero_()
 
     def _lose(self, reason: str) -> Iterator[tuple[int, bool]]:
         self._past = self.stats()

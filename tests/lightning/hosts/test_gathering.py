@@ -9,6 +9,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import pytorch_lightning as pl
@@ -18,7 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning.hosts.agreement import about_this_host
 from hybridtrain.lightning.hosts.cluster import bound_to
+from hybridtrain.lightning.replay.replay_fit import replay_fit
+from hybridtrain.recording import find_record, read_record
 from hybridtrain.schemes import parts_of
+from hybridtrain.worlds.hosts.other_hosts import Hosts
 from hybridtrain.worlds.hosts.sockets import resolved
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default
@@ -61,10 +65,12 @@ def loader() -> Any:
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
 
 
-def trained(n_hosts: int, workers: int, **options: Any) -> dict[str, torch.Tensor]:
+def trained(
+    n_hosts: int, workers: int, record: Path | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
     pl.seed_everything(7, verbose=False)
     module = Net()
-    strategy = HybridStrategy(threads_per_worker=1)
+    strategy = HybridStrategy(threads_per_worker=1, record=record)
     options = {"max_epochs": 1, **options}
     make_trainer(strategy, workers, num_nodes=n_hosts, **options).fit(module, loader())
     return {name: value.clone() for name, value in module.state_dict().items()}
@@ -79,6 +85,20 @@ def test_gradients_of_earlier_steps_do_not_count_where_hooks_look_at_the_mean(
         for n in (1, 2)
     )
     assert all(torch.equal(two[name], value) for name, value in one.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_record_of_such_a_run_is_replayed_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reads = {"callbacks": [ReadsGradients()]}
+    run_hosts(tmp_path, partial(trained, 2, 1, Path("record"), **reads))
+    pl.seed_everything(7, verbose=False)
+    record = read_record(find_record(tmp_path / "host0" / "record"))
+    trainer = make_trainer(HybridStrategy(threads_per_worker=1), 2, max_epochs=1, **reads)
+    report = replay_fit(record, trainer, Net(), train_dataloaders=loader())
+    assert report.parted == "" and report.equal and report.whole and report.updates > 0
 
 
 def unseeded(strategy: str) -> None:
@@ -105,6 +125,28 @@ def test_a_metric_of_two_models_is_refused(tmp_path: Path) -> None:
     hosts = run_hosts(tmp_path, evaluate)
     assert all(each.status for each in hosts)
     assert "the checksum of the weights is" in hosts[1].said and "seed all hosts" in hosts[1].said
+
+
+def offers() -> list[bool]:
+    """Whether host 0 hands over the key of this run while it tells the others how it has ended."""
+    seen, conclude = list[bool](), Hosts.conclude
+
+    def look(self: Hosts, *args: Any) -> None:
+        with socket.socket(socket.AF_UNIX) as sock:
+            port = int(os.environ["MASTER_PORT"])
+            seen.append(sock.connect_ex(f"\0hybridtrain-{os.getuid()}-{port}") == 0)
+        conclude(self, *args)
+
+    with patch.object(Hosts, "conclude", look):
+        strategy = HybridStrategy(on_failure="restart")
+        make_trainer(strategy, 1, num_nodes=2, max_epochs=1).fit(Net(), loader())
+    return seen
+
+
+def test_a_host_that_has_its_results_cannot_take_the_same_key_for_its_next_call(
+    tmp_path: Path,
+) -> None:
+    assert run_hosts(tmp_path, offers)[0].result == [False]
 
 
 # ---- coming and going ---------------------------------------------------------------------------
