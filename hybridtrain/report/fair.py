@@ -134,7 +134,8 @@ def spread(values: Sequence[float | None]) -> Spread:
 def times_as_much(values: Sequence[float | None], of: Sequence[float | None]) -> Spread:
     """Median and interval of the ratio of each run to the run with the same seed."""
     filled = [[_NEVER if x is None else x for x in each] for each in (values, of)]
-    ratios = [a / b if b else _NEVER for a, b in zip(*filled, strict=True)]
+    pairs = zip(*filled, strict=True)
+    ratios = [1.0 if a == b else a / b if b else _NEVER for a, b in pairs]
     return spread([x if x * _FINITE > 1 else 0.0 for x in ratios])  # 0: the other one never did
 
 

@@ -166,6 +166,7 @@ def _senseless(key: str, now: Any, values: Sequence[str]) -> bool:
 
 def run(chosen: Sequence[Case], trains: bool = False, at_a_time: int = 20) -> list[Ended]:
     """Each case in a fork; several, one after another, in the same one. In the order given."""
+    parse_all(conf_dir())  # once for all forks
     found: list[Ended] = []
     while len(found) < len(chosen):
         found += _in_fork(chosen[len(found) :][: 1 if trains else at_a_time], trains)
@@ -174,7 +175,6 @@ def run(chosen: Sequence[Case], trains: bool = False, at_a_time: int = 20) -> li
 
 def _in_fork(chosen: Sequence[Case], trains: bool) -> list[Ended]:
     """As many as the fork has come to; one that kills it ends with it."""
-    parse_all(conf_dir())
     with tempfile.TemporaryDirectory() as folder:
         if (pid := os.fork()) == 0:
             _child(chosen, Path(folder), trains)

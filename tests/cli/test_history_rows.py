@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.cli.straggler import AtTarget
 from hybridtrain.cli.telemetry.monitor import RunMonitor
-from hybridtrain.cli.telemetry.progress import Rate
+from hybridtrain.cli.telemetry.progress import PlainProgress, Rate
 from hybridtrain.report.history import HISTORY_FILE
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default
@@ -104,3 +104,17 @@ def test_a_mean_of_many_losses_of_16_bits_does_not_stop_at_1024() -> None:
     for _ in range(3000):
         monitor._keep_loss(torch.tensor(2.0, dtype=torch.bfloat16), plain, Logs())
     assert float(monitor._loss_sum) / monitor._n_losses == 2.0
+
+
+def test_the_line_that_ends_an_epoch_has_the_figures_of_now(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Falls(Logs):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.p.sum() * 0 + 8.0 - batch_idx
+
+    data = DataLoader(TensorDataset(torch.zeros(4)), batch_size=1)
+    options = {"max_epochs": 1, "enable_progress_bar": True}
+    make_trainer("auto", 1, callbacks=[PlainProgress(0.0)], **options).fit(Falls(), data)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    assert "batch 1/4  loss 8" in lines[0] and "done  loss 5" in lines[-1]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from torch._subclasses import FakeTensorMode
 
 import hybridtrain  # noqa: F401  (registers the strategies)
 from hybridtrain.errors import UserError
@@ -129,6 +130,11 @@ def test_two_workers_reach_the_objective_of_one(strategy: str) -> None:
 def test_the_quarters_of_a_grid_are_cut_apart() -> None:
     trainer = fit(GraphCuts(), EdgesData(), "hogwild", 2, epochs=40)
     assert float(trainer.callback_metrics["val/cut"]) < 0.01, "0.016 cuts off the corners"
+
+
+def test_the_projection_stays_on_its_device() -> None:
+    with FakeTensorMode(), torch.no_grad():
+        assert on_simplex(torch.zeros(3, 4, device="cuda")).device.type == "cuda"
 
 
 def test_points_are_projected_onto_the_simplex() -> None:

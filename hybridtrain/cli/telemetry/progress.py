@@ -22,7 +22,7 @@ def progress_bar(line_every_s: NotNegative = 10.0) -> ProgressBar:
 
 
 class Rate:
-    """Loss, samples/s and other figures of the running training, updated once a second."""
+    """Loss, samples/s and other figures of the running training."""
 
     def __init__(self) -> None:
         self._asked = float("-inf")
@@ -34,15 +34,16 @@ class Rate:
         if (loss := whole_loss(outputs, trainer, module)) is not None:
             self._loss = loss
 
-    def numbers(self, trainer: pl.Trainer, afresh: bool = False) -> dict[str, str]:
-        """The figures to show, by name."""
+    def numbers(self, trainer: pl.Trainer) -> dict[str, str]:
+        """The figures to show, by name; at most a second old."""
         now = time.monotonic()
-        if afresh or now - self._asked >= 1.0 or "loss" not in self._numbers:
+        if now - self._asked >= 1.0 or "loss" not in self._numbers:
             self._asked = now
-            self._numbers = self._ask(trainer)
+            self._numbers = self.ask(trainer)
         return dict(self._numbers)
 
-    def _ask(self, trainer: pl.Trainer) -> dict[str, str]:
+    def ask(self, trainer: pl.Trainer) -> dict[str, str]:
+        """The figures of now, by name."""
         numbers: dict[str, str] = {}
         if self._loss is not None:
             numbers["loss"] = f"{float(self._loss):.4g}"
@@ -130,7 +131,7 @@ class PlainProgress(ProgressBar):
             return
         total = trainer.max_epochs if trainer.max_epochs not in (None, -1) else "?"
         parts = [f"epoch {trainer.current_epoch + 1}/{total}", what]
-        parts += [f"{k} {v}" for k, v in self._rate.numbers(trainer, afresh=True).items()]
+        parts += [f"{k} {v}" for k, v in self._rate.ask(trainer).items()]
         parts += [
             f"{name} {float(value):.4g}"
             for name, value in trainer.progress_bar_metrics.items()

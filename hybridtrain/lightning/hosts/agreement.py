@@ -50,7 +50,7 @@ _OF_TRAINER = (
     "reload_dataloaders_every_n_epochs",
 )
 _PART_BYTES = 16 << 20  # of a file, in one message
-_PART_LETTERS = 14 << 10
+_PART_LETTERS = 14 << 10  # a greeting has room for four such parts
 _SHOWN = 3  # differences in a message
 _LONGEST = 60  # letters of a value
 _configuration: dict[str, str] = {}  # of the command line
@@ -58,13 +58,15 @@ _configuration: dict[str, str] = {}  # of the command line
 
 def about_this_process() -> dict[str, Any]:
     """The values that must agree in whatever hosts do together, and the host's name."""
-    return {
-        "name": socket.gethostname(),
-        "versions": _versions(),
-        "source": _digest_of_source(),
-        "seed": os.environ.get("PL_GLOBAL_SEED", "not given"),
-        "configuration": dict(_configuration),
-    }
+    return _short(
+        {
+            "name": socket.gethostname(),
+            "versions": _versions(),
+            "source": _digest_of_source(),
+            "seed": os.environ.get("PL_GLOBAL_SEED", "not given"),
+            "configuration": dict(_configuration),
+        }
+    )
 
 
 def about_this_host(
@@ -78,27 +80,33 @@ def about_this_host(
     options = {k: v for k, v in given.get("data_options", {}).items() if k not in _OWN}
     options["policy"] = given.get("policy")
     model = arguments.get("model") or trainer.lightning_module
-    about = {
-        **about_this_process(),
-        "num_nodes": strategy.num_nodes,
-        "workers": len(strategy.parallel_devices or [None]) * strategy.workers_per_device,
-        "options": {name: described(value) for name, value in options.items()},
-        "trainer": {name: described(getattr(trainer, name)) for name in _OF_TRAINER},
-        "code": _code_of(model, arguments.get("datamodule")),
-        "model": _model_of(model),
-        "weights": _weights_of(model) if _evaluates_as_it_is(trainer, arguments) else {},
-        "data": {f"samples of {name}": n for name, n in _lengths(arguments).items()},
-        "from": _goes_on_from(arguments),
-    }
-    return {part: _short_enough(value) for part, value in about.items()}
+    return about_this_process() | _short(
+        {
+            "num_nodes": strategy.num_nodes,
+            "workers": len(strategy.parallel_devices or [None]) * strategy.workers_per_device,
+            "options": {name: described(value) for name, value in options.items()},
+            "trainer": {name: described(getattr(trainer, name)) for name in _OF_TRAINER},
+            "code": _code_of(model, arguments.get("datamodule")),
+            "model": _model_of(model),
+            "weights": _weights_of(model) if _evaluates_as_it_is(trainer, arguments) else {},
+            "data": {f"samples of {name}": n for name, n in _lengths(arguments).items()},
+            "from": _goes_on_from(arguments),
+        }
+    )
 
 
-def _short_enough(part: Any) -> Any:
-    """A greeting has room for four such parts; of a larger one it has the digest."""
-    text = json.dumps(part, sort_keys=True)
-    if not isinstance(part, dict) or len(text) <= _PART_LETTERS:
-        return part
-    return {f"the digest of {len(part)} entries": hashlib.sha256(text.encode()).hexdigest()[:8]}
+def _short(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts, those that are too large for a greeting by their digests."""
+    found = dict(about)
+    for name, part in found.items():
+        text = json.dumps(part, sort_keys=True)
+        if isinstance(part, dict) and len(text) > _PART_LETTERS:
+            found[name] = {f"the digest of {len(part)} entries": _digest_of(text)}
+    return found
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _goes_on_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +161,10 @@ def compare_workers(trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, client: Client) -> None:
-    """Give all workers the buffers of worker 0: hosts that were not seeded have drawn others."""
+    """Give all workers the buffers of worker 0: hosts that were not seeded have drawn others.
+
+    For workers that do not share them in memory.
+    """
     mine = [each for each in module.buffers() if not is_lazy(each)]
     if mine:
         theirs = [each.cpu() for each in mine] if client.is_leader else []
@@ -279,9 +290,9 @@ def _weights_of(module: Any) -> dict[str, str]:
     if not isinstance(module, nn.Module):
         return {}
     named = (*module.named_parameters(), *module.named_buffers())
-    known = [(name, value) for name, value in named if not is_lazy(value)]
+    known = [(name, x) for name, x in named if not is_lazy(x) and x.layout == torch.strided]
     each = repr([(name, checksum(value)) for name, value in known])
-    return {"the checksum of the weights": hashlib.sha256(each.encode()).hexdigest()[:8]}
+    return {"the checksum of the weights": _digest_of(each)}
 
 
 def _lengths(arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -305,7 +316,7 @@ def described(value: Any) -> str:
         return _name(value)
     if len(text) <= _LONGEST:
         return text
-    return f"{text[: _LONGEST - 12]}… ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+    return f"{text[: _LONGEST - 12]}… ({_digest_of(text)})"
 
 
 def _plain(value: Any) -> Any:

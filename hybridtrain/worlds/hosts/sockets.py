@@ -128,13 +128,14 @@ def connect(address: str, port: int, context: ssl.SSLContext, timeout_s: float) 
     """Connect, before the handshake, to the first of the name's addresses that answers.
 
     Raises:
-        OSError: if nobody answers within ``timeout_s``.
+        OSError: if nobody answers within ``timeout_s``, of which each has its part.
     """
-    *others, (family, where) = resolved(address, port)
+    found = resolved(address, port)
+    *others, (family, where) = found
     for other, elsewhere in others:
         with suppress(OSError):
-            return _connect(other, elsewhere, context, timeout_s)
-    return _connect(family, where, context, timeout_s)
+            return _connect(other, elsewhere, context, timeout_s / len(found))
+    return _connect(family, where, context, timeout_s / len(found))
 
 
 def _connect(
