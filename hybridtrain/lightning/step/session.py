@@ -14,6 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.core.optimizer import do_nothing_closure
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
@@ -31,7 +32,8 @@ from hybridtrain.training.session import Trained, WorkerSession
 from hybridtrain.training.step.guard import Guard, OnFault
 from hybridtrain.training.step.shared_buffers import shared
 from hybridtrain.training.step.trained_parameters import ordered_parameters, sparse_slots
-from hybridtrain.training.step.worker_step import StepParts
+from hybridtrain.training.step.worker_step import StepParts, WorkerStep
+from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import puts_off, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
@@ -171,8 +173,18 @@ class Session(WorkerSession):
         else:
             self.replica.refresh(keep=between)
         reach(version)
-        states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
-        return self.saved.with_inner(states)
+        pairs = zip(self.steps, saved, strict=True)
+        return self.saved.with_inner([s.state_dict(self._unscheduled(s, x)) for s, x in pairs])
+
+    def _unscheduled(self, step: WorkerStep, saved: Saved) -> Saved:
+        """Leave out rates that a schedule on a plateau moves: the server has those of the last
+        push, perhaps of a worker that had not heard of a call. (Others mark their groups.)
+        """
+        for schedule in (config.scheduler for config in self.trainer.lr_scheduler_configs):
+            if isinstance(schedule, ReduceLROnPlateau) and schedule.optimizer is step.optimizer:
+                left = ({k: v for k, v in g.items() if k != "lr"} for g in saved.groups)
+                return replace(saved, groups=tuple(left))
+        return saved
 
     def meet(self) -> int:
         """All workers meet, at the same parameters; their version."""

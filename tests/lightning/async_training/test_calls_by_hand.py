@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.lightning.toys import Regression, distance, fit, regression_data
 from tests.picking import but_slow, by_default
+from tests.support.ends import wait_until
 
 # One update for each mini-batch.
 EACH = ("synchronous", "async", "hogwild", "ssp", "grace")
@@ -150,6 +151,35 @@ def test_a_metric_goes_with_the_call(tmp_path: Path, strategy: str) -> None:
     calls, rates, used = saved(trainer, tmp_path)
     assert calls == [BATCHES * EPOCHS]
     assert rates == used == pytest.approx([0.01 * 0.5**5])  # once in 4 calls, behind the first
+
+
+class Late(ByHand):
+    """The rate falls at calls 2 to 9, the last by worker 0; worker 1 pushes last, with an older."""
+
+    def __init__(self, folder: Path) -> None:
+        falls = partial(ReduceLROnPlateau, patience=0, factor=0.5, min_lr=0.01 * 0.5**8)
+        super().__init__("metric", schedule=falls)
+        self.folder, self.steps = folder, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.steps += 1
+        at = self.trainer.global_rank, self.steps
+        for said, heard in (((0, 7), (1, 4)), ((1, 4), (0, 9)), ((1, 3), (0, 7))):
+            if at == said:  # each worker holds one mini-batch ahead
+                (self.folder / f"{at}").touch()
+                wait_until((self.folder / f"{heard}").exists)
+        super().training_step(batch, batch_idx)
+        if at == (0, 8):
+            (self.folder / "(0, 9)").touch()
+
+
+def test_a_checkpoint_has_the_plateaus_rate_though_a_push_behind_it_had_an_older(
+    tmp_path: Path,
+) -> None:
+    _, trainer = fit("async", 2, 4, lambda: Late(tmp_path), max_epochs=1)
+    calls, rates, used = saved(trainer, tmp_path)
+    assert calls == [BATCHES]
+    assert rates == used == [0.01 * 0.5**8]
 
 
 class Plateau(Regression):
