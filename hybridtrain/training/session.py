@@ -247,6 +247,7 @@ class WorkerSession:
             self._gathered,
             self.buffers,
             averaged=self._trained.averages,
+            complete=lambda numbers: None,
             manual=True,
             released=lambda version: None,
             goes_ahead=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.core.optimizer import do_nothing_closure
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.weak import TensorWeakRef
 
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
@@ -94,6 +95,8 @@ class Session(WorkerSession):
         super().__init__(client, trained, requirements, context.exchange, context.update, on_fault)
         slots = self._store.layout.slots
         self._means = [self._store.mean(slot) for slot in slots] if self.averages else []
+        self._has_meant: dict[int, TensorWeakRef] = {}  # the gradients of this mini-batch
+        self._in_lightning = False  # in its backward, behind which the strategy averages
 
     def _make_guard(self, on_fault: OnFault, check: FiniteCheck, layout: Layout) -> Guard:
         return GradientGuard(on_fault, check, layout, self.trainer)
@@ -135,6 +138,7 @@ class Session(WorkerSession):
             super()._parts(),
             manual=not self._module.automatic_optimization,
             released=(lambda version: None) if wants.whole_rounds else counts,
+            complete=self._average_set if self.averages else super()._parts().complete,
             goes_ahead=ahead and parameters_rest(self.trainer),
             endless=endless,
             nothing=do_nothing_closure,
@@ -264,6 +268,7 @@ class Session(WorkerSession):
             together: samples of all workers in this step, if that is known.
         """
         self._has_met = self._broken_off = False
+        self._has_meant = {}
         self.guard.begin(batch, self._gathered.stepped)
         joint = self._module.automatic_optimization and not self.has_own_parameters
         self.begin_samples(samples, together if joint else None)
@@ -347,6 +352,27 @@ class Session(WorkerSession):
         request = Average(weight, Row(absent, packed, encoded))
         among = self._client if self._group is None else self._group
         self._take_means(trained, among.average(request))
+        if not automatic:
+            given = ((n, p.grad) for n, p in trained.items())
+            self._has_meant = {n: TensorWeakRef(g) for n, g in given if g is not None}
+
+    def _average_own(self) -> None:
+        """The module has called ``backward`` itself, as all-reduce allows."""
+        if not self._in_lightning:
+            self.average()
+
+    def _average_set(self, numbers: Iterable[int]) -> None:
+        """A step by hand begins: average gradients that no ``backward`` has made (set by the
+        module, of ``torch.func``), as in every worker.
+        """
+        if self._module.automatic_optimization or self.steps_with_host:  # its closure averages
+            return
+        given = (
+            (n, self._parameters[n].grad) for n in numbers if self._parameters[n].requires_grad
+        )
+        known = self._has_meant
+        if any(g is not None and not (n in known and known[n]() is g) for n, g in given):
+            self.average()
 
     def _take_means(self, trained: dict[int, torch.nn.Parameter], averaged: Averaged) -> None:
         """Copy the server's means to every ``.grad``."""
@@ -400,7 +426,9 @@ class Session(WorkerSession):
         try:
             if self._requirements.backs_up:
                 self._client.check_need()
-            output = step()
+            by_hand = self.averages and not automatic
+            with after_backward(self._average_own) if by_hand else nullcontext():
+                output = step()
         except NotNeeded:
             output = None
         except Exception as error:
@@ -418,16 +446,41 @@ class Session(WorkerSession):
             step.watch(loss.detach())
         self.guard.see(loss)
         self.replica.adds(self.accumulates())
+        self._in_lightning = True
         try:
             return run()
         except Exception as error:
             if not isinstance(error, NotNeeded) and not self.guard.forgives(error):
                 raise
+        finally:
+            self._in_lightning = False
         for parameter in self._parameters:
             parameter.grad = None
         self._gathered.clear()
         self._broken_off = self._scaler is not None
         return loss.detach()
+
+
+@contextmanager
+def after_backward(do: Callable[[], object]) -> Iterator[None]:
+    """Call ``do`` behind each ``backward`` that is not part of another (reentrant checkpoints)."""
+    run, depth = torch.autograd.backward, 0
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        nonlocal depth
+        depth += 1
+        try:
+            run(*args, **kwargs)
+        finally:
+            depth -= 1
+        if not depth:
+            do()
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = run
 
 
 # ---- a module that steps its parameters itself, without an optimizer -----------------------------

@@ -9,7 +9,7 @@ monitors and hooks expect it. What it does is the exchange's choice: hand the gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -77,6 +77,7 @@ class StepParts:
         gathered: what the gradients since the last step count for.
         buffers: the module's, if workers share them.
         averaged: gradients are the mean of all workers' before the optimizer steps.
+        complete: a step without a closure begins, of these slots: make them so.
         manual: the user's module steps its optimizers itself.
         released: is called with the version of each release.
         goes_ahead: nobody looks at parameters before the next mini-batch begins.
@@ -94,6 +95,7 @@ class StepParts:
     gathered: Accumulation
     buffers: SharedBuffers | None
     averaged: bool
+    complete: Callable[[Iterable[int]], object]
     manual: bool
     released: Callable[[int], object]
     goes_ahead: bool
@@ -145,6 +147,8 @@ class WorkerStep:
     def __call__(self, closure: Closure | None = None) -> Any:
         """In place of ``optimizer.step``, with the step hooks of this and of all optimizers."""
         optimizer: Any = self.optimizer
+        if closure is None or is_empty(closure, self._parts.nothing):
+            self._parts.complete(self.numbers)
         own = optimizer._optimizer_step_pre_hooks
         for hook in [*_global_optimizer_pre_hooks.values(), *own.values()]:
             hook(optimizer, (closure,), {})

@@ -96,6 +96,42 @@ def test_clipping_by_hand_in_manual_optimization_acts_on_the_mean() -> None:
     assert distance(shared, whole) < 1e-6
 
 
+class ByHand(Regression):
+    """Makes gradients in several ways, under manual optimization, and clips their mean."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(NESTEROV)
+        self.automatic_optimization, self.how = False, how
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, parameters = self.optimizers(), list(self.parameters())
+        loss = super().training_step(batch, batch_idx)
+        if self.how == "manual_backward":
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+        elif self.how == "backward":
+            optimizer.zero_grad()
+            loss.backward()
+        else:
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
+                if self.how == "copied" and parameter.grad is not None:
+                    parameter.grad.copy_(gradient)
+                else:
+                    parameter.grad = gradient
+        if self.how.endswith("backward"):
+            torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["manual_backward", "backward", "set", "copied"])
+def test_gradients_made_by_hand_are_averaged_however_they_are_made(how: str) -> None:
+    whole, _ = fit("hybrid", 1, 12, lambda: ByHand(how))
+    shared, _ = fit("hybrid", 3, 4, lambda: ByHand(how))
+    assert distance(shared, whole) < 1e-6
+
+
 @pytest.mark.parametrize("n", [5, 37])
 def test_a_remainder_is_weighted_in_the_average_too(n: int, tmp_path: Path) -> None:
     data = regression_data(n)
