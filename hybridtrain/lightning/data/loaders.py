@@ -50,6 +50,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     combination_of,
     combined_loader,
     data_connector,
+    forget_places,
     gets_our_sampler,
     inside,
     is_limited,
@@ -210,8 +211,12 @@ class Loaders:
                 "the training loader has drop_last=True, so each pass would have other samples, "
                 "whose losses no line search can compare; leave it out"
             )
-        goes_on = resumed is not None and not hasattr(dataloader, "load_state_dict")
-        begun = resumed.begun(number, plan) if resumed and goes_on else None
+        if hasattr(dataloader, "load_state_dict") and resumed is not None:
+            if self._requirements.data == "shares":
+                resumed = None  # the loader finds its own place
+            else:  # worker 0's place in the queue is not another's
+                forget_places(self._trainer)
+        begun = resumed.begun(number, plan) if resumed else None
         self._tell(number, dataloader.dataset)
         kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
         if kind is QueueSampler and self._client.n_workers > 1:

@@ -136,6 +136,11 @@ def combined_loader(loop: Any) -> Any:
     return loop._combined_loader
 
 
+def forget_places(trainer: Any) -> None:
+    """Resume without the states that loaders had in the checkpoint."""
+    trainer.fit_loop._combined_loader_states_to_load = []
+
+
 def loops_of(trainer: Any) -> list[Any]:
     """The loops of the running trainer function that iterate over loaders."""
     fit = trainer.fit_loop

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
-from tests.lightning.toys import Regression, distance, fit, flat
+from tests.lightning.toys import Regression, distance, fit, flat, make_trainer, regression_data
 from tests.picking import by_default
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
@@ -104,6 +105,43 @@ def test_an_async_run_resumes(tmp_path: Path) -> None:
     _, trainer = fit("async", 3, 6, module, ckpt_path=str(path), max_epochs=4)
     assert trainer.global_step == 32  # 4 epochs of 8 mini-batches
     assert trainer.strategy.run_stats()["samples"] == 96
+
+
+class Placed(DataLoader[Any]):
+    """Knows its place, as a ``StatefulDataLoader`` does."""
+
+    skipped = place = 0
+
+    def __iter__(self) -> Any:
+        first, self.skipped, self.place = self.skipped, 0, self.skipped
+        for n, batch in enumerate(super().__iter__()):
+            if n >= first:
+                self.place += 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["place"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "n"), by_default([("hybrid", 2), ("async", 2), ("async", 1)], ("async", 2))
+)
+def test_a_loader_that_knows_its_place_loses_no_sample(
+    strategy: str, n: int, tmp_path: Path
+) -> None:
+    def train(ckpt_path: Path | None = None, **options: Any) -> int:
+        trainer = make_trainer(strategy, n, max_epochs=1, **options)
+        loader = Placed(regression_data(), batch_size=4, shuffle=True)
+        trainer.fit(Regression(), loader, ckpt_path=ckpt_path)
+        return int(trainer.strategy.run_stats()["samples"])
+
+    steps = 4 if strategy == "hybrid" else 8
+    keep = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=steps)
+    assert train(max_steps=steps, callbacks=[keep], enable_checkpointing=True) == 32
+    assert train(tmp_path / "last.ckpt") == 16
 
 
 def test_weights_and_moments_of_a_checkpoint_in_mid_epoch_belong_together(tmp_path: Path) -> None:
