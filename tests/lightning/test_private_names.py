@@ -35,6 +35,7 @@ DEFINED_IN = {
     "_checkpoint_connector": f"{TRAINER}.trainer",
     "_checkpoint_io": "pytorch_lightning.strategies.strategy",
     "_combined_loader": "pytorch_lightning.loops.fit_loop",
+    "_combined_loader_states_to_load": "pytorch_lightning.loops.fit_loop",
     "_compiler_ctx": "pytorch_lightning.core.module",
     "_computed": "torchmetrics.metric",
     "_copy_state_dict": "torchmetrics.metric",

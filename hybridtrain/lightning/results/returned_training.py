@@ -116,23 +116,25 @@ def before_configuring(module: pl.LightningModule) -> ModuleState | None:
 
 
 def load_weights(
-    trainer: pl.Trainer,
-    weights: dict[str, Any],
-    buffers: dict[str, torch.Tensor],
-    before: ModuleState | None,
+    trainer: pl.Trainer, heavy: Mapping[str, dict[str, Any]], before: ModuleState | None
 ) -> None:
     """In the calling process: call the hook if a worker has, then load weights and buffers.
 
+    Args:
+        heavy: ``weights``: the state that the module has saved, which may lack parameters or have
+            other names for them; ``parameters`` and ``buffers``: all, by their names in the module.
+
     Warns of weights that fit no parameter of the module.
     """
-    module = trainer.lightning_module
+    module, weights = trainer.lightning_module, heavy["weights"]
     error = None if before is None else _configure(trainer, before)
     trainer.precision_plugin.convert_module(module)  # as the workers did
-    _take_buffers(module, buffers, weights)
+    _take_buffers(module, heavy["buffers"], weights)
     # Not strict: a worker may have made layers that this process has not. torch does not count as
     # unexpected what would belong to an attribute that is None here.
     module.load_state_dict(weights, strict=False)
     homeless = weights.keys() - module.state_dict().keys()
+    homeless |= _take_parameters(module, heavy["parameters"], weights)
     if homeless:
         why = "make layers in __init__ or configure_model"
         if error is not None:
@@ -142,6 +144,21 @@ def load_weights(
             f"and cannot come home, as this process has no such layers; {why}, or load the last "
             "checkpoint"
         )
+
+
+@torch.no_grad()
+def _take_parameters(
+    module: torch.nn.Module, parameters: dict[str, torch.Tensor], weights: dict[str, Any]
+) -> set[str]:
+    """Take over those that ``weights`` have not under their name; returns the names of no one's."""
+    here = dict(module.named_parameters(remove_duplicate=False))
+    for name, theirs in parameters.items():
+        mine = here.get(name)
+        if mine is None or is_lazy(mine) or name in weights:
+            continue
+        if mine.shape == theirs.shape:
+            mine.copy_(theirs)
+    return parameters.keys() - here.keys()
 
 
 @torch.no_grad()

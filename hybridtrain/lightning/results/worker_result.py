@@ -79,6 +79,7 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
         return outputs
     heavy = {
         "weights": weights,
+        "parameters": {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)},
         "buffers": dict(module.named_buffers(remove_duplicate=False)),
         "trained": Trained.of(trainer) if trainer.state.fn == "fit" else None,
     }
@@ -118,7 +119,7 @@ def unpack(
         )
     others = [each for each in results if not isinstance(each, WorkerResult)]
     heavy = read("" if scratch is None else scratch.path, home.heavy)
-    load_weights(trainer, heavy["weights"], heavy["buffers"], home.before_configuring)
+    load_weights(trainer, heavy, home.before_configuring)
     log_connector(trainer).reset_metrics()  # of the last call only, as in one process
     show_metrics(trainer, read("", home.tensors))
     trainer.state = home.trainer_state

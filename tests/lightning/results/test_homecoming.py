@@ -54,6 +54,34 @@ def test_what_is_heavy_is_in_no_message_and_all_the_same(
             assert torch.equal(value, states[1][key][name])
 
 
+class Dropping(Regression):
+    """Keeps a layer out of its checkpoints."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        whole = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in whole.items() if "net.2" not in name}
+
+
+class Renaming(Regression):
+    """Saves its layers under other names."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_state_dict_post_hook(self.rename)
+
+    @staticmethod
+    def rename(module: Any, saved: dict[str, Any], *_: Any) -> None:
+        for name in list(saved):
+            saved[f"old.{name}"] = saved.pop(name)
+
+
+@pytest.mark.parametrize("kind", [Dropping, Renaming])
+def test_parameters_that_a_module_saves_otherwise_come_home_too(kind: Any) -> None:
+    plain, _ = fit("hybrid", 2, 6, lambda: Regression(adam), max_epochs=1)
+    other, _ = fit("hybrid", 2, 6, lambda: kind(adam), max_epochs=1)
+    assert distance(plain, other) == 0.0
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only there memory has a path")
 def test_the_memory_is_given_back_once_nobody_looks_at_it() -> None:
     def held() -> int:
