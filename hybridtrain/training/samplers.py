@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -50,8 +51,13 @@ def drawn(sampler: Sampler[int], client: Client, epoch: int) -> list[int]:
     """The order of the user's own sampler, drawn by worker 0 for all (it may be random)."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    mine = list(sampler) if client.is_leader else None
+    mine = list(map(_plain, sampler)) if client.is_leader else None
     return client.gather("order of the epoch", mine)[0]
+
+
+def _plain(index: Any) -> Any:
+    """An int in place of numpy's, or of a tensor without dimensions."""
+    return index.item() if getattr(index, "ndim", None) == 0 else index
 
 
 @dataclass(frozen=True)

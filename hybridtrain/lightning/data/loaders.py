@@ -40,6 +40,7 @@ from hybridtrain.lightning.data.user_loaders import (
     makes_its_own,
     order_of,
     plan_of,
+    sampler_of,
     shares_nothing,
     warn_of_dropped,
     warn_of_pairs,
@@ -118,7 +119,7 @@ class Loaders:
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
             kept = self._options["keep_order"] or self._client.n_workers == 1
-            kept = kept and isinstance(dataloader.sampler, SequentialSampler)
+            kept = kept and isinstance(sampler_of(dataloader), SequentialSampler)
             return self._training(dataloader, not kept and not self._trainer.overfit_batches)
         indices = order_of(dataloader, shuffle, self._client)(0)
         if mode != RunningStage.PREDICTING:
