@@ -281,8 +281,7 @@ def _timetable(
         )
     sampler: Any = sampler_of(loader)
     in_order = workers == 1 and isinstance(sampler, SequentialSampler)  # as a real run has it
-    order: Order = lambda epoch: list(sampler)
-    if is_plain(loader):
-        order = Seeded(len(sampler), None if in_order else seed)
+    seeded = Seeded(len(loader.dataset), None if in_order else seed)  # type: ignore[arg-type]
+    order: Order = seeded if is_plain(loader) else lambda epoch: list(sampler)
     plan = plan_of(loader, order, None, workers)
     return Timetable(plan.length, plan.sizes, plan.drop_last), order
