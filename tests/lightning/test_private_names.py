@@ -46,6 +46,7 @@ DEFINED_IN = {
     "_is_training_done": "pytorch_lightning.loops.training_epoch_loop",
     "_last_train_dl_reload_epoch": "pytorch_lightning.loops.fit_loop",
     "_last_val_dl_reload_epoch": "pytorch_lightning.loops.evaluation_loop",
+    "_last_val_time": "pytorch_lightning.loops.fit_loop",
     "_layer_sync": "pytorch_lightning.strategies.parallel",
     "_lightning_module": "pytorch_lightning.strategies.strategy",
     "_logger_connector": f"{TRAINER}.trainer",

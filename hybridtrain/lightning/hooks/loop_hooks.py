@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from inspect import signature
@@ -109,6 +110,11 @@ def validation_is_due(trainer: Any) -> bool:
 def validation_seconds(trainer: Any) -> float | None:
     """``val_check_interval`` in seconds, if it is a time."""
     return trainer._val_check_time_interval
+
+
+def note_validation(trainer: Any) -> None:
+    """A validation ends here; with a time as ``val_check_interval`` the next is due after it."""
+    trainer._last_val_time = time.monotonic()
 
 
 def validate_from_beginning(trainer: Any) -> None:

@@ -21,6 +21,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     evaluation_batches,
     give_loaders,
     limited_batches,
+    note_validation,
     set_evaluation_batches,
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
@@ -169,4 +170,5 @@ class UnevenEvaluation:
         outcome = next((each for each in known if each is not None), None)
         if rests and outcome is not None:
             outcome.give(trainer, callbacks)
+            note_validation(trainer)
             set_evaluation_batches(self._loop, self._shown)
