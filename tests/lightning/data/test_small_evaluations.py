@@ -169,8 +169,8 @@ def test_several_loaders_of_which_one_is_tiny_and_one_is_empty() -> None:
     assert [int(each.counts.sum()) for each in data] == list(sizes)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("limit", [1, 1.0, 0])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("limit", [0.5, 1, 1.0, 0])  # each worker keeps one of a share
 def test_limits_and_an_empty_set(limit: int | float) -> None:
     trainer = make_trainer("hybrid", 3, limit_test_batches=limit)
     results = trainer.test(Counting(), DataLoader(regression_data(2)), verbose=False)
