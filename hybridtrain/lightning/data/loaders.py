@@ -352,7 +352,7 @@ class Loaders:
         begun = [sampler for sampler in self.samplers if sampler.has_begun(epoch)]
         loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
         ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
-        if others_go_on(self.samplers, ours):
+        if others_go_on(self.samplers, ours, self._left_by_lost):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
             checkpoint = self._ends.reopened(checkpoint)
         again = alone or self.under_way
@@ -364,6 +364,13 @@ class Loaders:
         if self._numbers_of:
             state["dice_of"] = self._numbers_of
         return {**checkpoint, KEY: {**ours, **state}}
+
+    @property
+    def _left_by_lost(self) -> bool | None:
+        """Whether lost workers have left samples, in lock-step; ``None``: there is none."""
+        if not self._requirements.whole_rounds:
+            return None
+        return any(sampler.left_by(self._client.gone) for sampler in self.samplers)
 
     def random_numbers(self, together: bool) -> dict[str, Any]:
         """This worker's RNG states for a checkpoint.
