@@ -85,7 +85,8 @@ class Loaders:
         self._remembers = False
         self._made_in_epoch: int | None = None
         self._limit: float = self._trainer.limit_train_batches  # the user's
-        self._is_limited = False  # of at least one loader a worker may come to it
+        # Of at least one loader a worker may come to it; in which epoch they were made.
+        self._is_limited, self._measured_in = False, -1
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it done
         self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
         self._owes = False  # the masters lack steps: one worker's own checkpoint repeats them
@@ -152,6 +153,8 @@ class Loaders:
         limit, lifts = self._limit, False
         if self._requirements.data != "shares" and plan is not None and plan.length > 0:
             lifts = isinstance(limit, int) and limit * len(plan.sizes) >= batches_of(plan)
+        if self._measured_in != self.position.epoch:  # the loaders are new or reloaded
+            self._is_limited, self._measured_in = False, self.position.epoch
         self._is_limited |= not lifts
         self._trainer.limit_train_batches = limit if self._is_limited else 1.0
 
