@@ -1,8 +1,8 @@
 """Read a user's DataLoader: its order, batch sizes and batch sampler; and rebuild it for a worker.
 
 Lightning gives each worker other samples by putting a sampler into the user's batch sampler. A
-batch sampler that takes none (it groups by length, say, or is no ``BatchSampler``) is treated as a
-data set whose items are whole mini-batches, which are dealt to the workers. Streams, and loaders
+batch sampler that takes none, or has an ``__iter__`` of its own (to group by length), is treated as
+a data set whose items are whole mini-batches, which are dealt to the workers. Streams, and loaders
 that the user shares out alone, keep their samples.
 """
 
