@@ -41,6 +41,7 @@ DEFINED_IN = {
     "_data_connector": f"{TRAINER}.trainer",
     "_data_fetcher": "pytorch_lightning.loops.fit_loop",
     "_data_source": "pytorch_lightning.loops.fit_loop",
+    "_end_time": "pytorch_lightning.callbacks.timer",
     "_every_n_train_steps": "pytorch_lightning.callbacks.model_checkpoint",
     "_generate_state_key": "pytorch_lightning.callbacks.callback",
     "_is_training_done": "pytorch_lightning.loops.training_epoch_loop",
@@ -70,6 +71,7 @@ DEFINED_IN = {
 }
 # Set from outside, by a function of Lightning's.
 DEFINED_IN |= {
+    "_start_time": "pytorch_lightning.callbacks.timer",
     "_val_check_time_interval": f"{TRAINER}.setup",
 }
 # Given as strings, or names that this package has given to something else, too.
