@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Timer
 
 from hybridtrain.lightning.async_training.agreement import Validations
 from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around
+from hybridtrain.lightning.hooks.trainer_hooks import forget_times
 from hybridtrain.lightning.participation.logged_metrics import warn_of_own_means
 from hybridtrain.lightning.preflight.strategy_checks import (
     advise,
@@ -50,6 +52,8 @@ class WorkerCallback(pl.Callback):
             self._marks_checkpoints = True
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
+        for timer in filter(lambda each: isinstance(each, Timer), trainer.callbacks):
+            forget_times(timer)
         if validation_seconds(trainer) is not None:
             around(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.validate_together)
 

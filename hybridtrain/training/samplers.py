@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -50,8 +51,13 @@ def drawn(sampler: Sampler[int], client: Client, epoch: int) -> list[int]:
     """The order of the user's own sampler, drawn by worker 0 for all (it may be random)."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    mine = list(sampler) if client.is_leader else None
+    mine = list(map(_plain, sampler)) if client.is_leader else None
     return client.gather("order of the epoch", mine)[0]
+
+
+def _plain(index: Any) -> Any:
+    """An int in place of numpy's, or of a tensor without dimensions."""
+    return index.item() if getattr(index, "ndim", None) == 0 else index
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,8 @@ class EpochSampler(Sampler[int]):
         self._iterated: int | None = None  # the epoch of the current lap
         self.source = begun.order if begun else plan.order  # of the current lap's order
         self.order: Sequence[int] = ()
+        # By epoch, lap and source.
+        self._drawn: dict[tuple[int, int, Order], Sequence[int]] = {}
         self.lap = 0
         self.ended = False  # the current pass has nothing more for this worker
         # Workers that share the next passes.
@@ -188,10 +196,22 @@ class EpochSampler(Sampler[int]):
         self._iterated, self.ended = self.epoch, False
         begun = self._resumed(self.lap)
         self.source = (begun or self.plan).order
-        self.order = self.source(self.epoch)
+        self.order = self._ordered(self.source, self.lap)
         if begun:
             return self.order, begun.spans, begun.batches
         return self.order, ((0, len(self.order)),), 0
+
+    def _ordered(self, source: Order, lap: int) -> Sequence[int]:
+        """The order of a lap. A sampler of the user's is asked once: it may be random, and what
+        lost workers have left are positions in that order.
+        """
+        if isinstance(source, Seeded):
+            return source(self.epoch)
+        key = self.epoch, lap, source
+        if key not in self._drawn:
+            last = {k: v for k, v in self._drawn.items() if k[0] == self.epoch and k[1] >= lap - 1}
+            self._drawn = {**last, key: source(self.epoch)}
+        return self._drawn[key]
 
     def _plan_next(
         self,
@@ -422,6 +442,19 @@ class QueueSampler(EpochSampler):
     ) -> None:
         super().go_on(crew, spans, place)
         self._reopened = True
+
+    def _begin(self) -> tuple[Sequence[int], Spans, int]:
+        begins = self._iterated != self.epoch and not self._client.joins  # who joins is alone here
+        found = super()._begin()
+        if begins and self.source is not self.plan.order and self.plan.several():
+            self._ordered(self.plan.order, 0)  # while all are here
+        return found
+
+    def _ordered(self, source: Order, lap: int) -> Sequence[int]:
+        """All laps of an epoch have one order: workers come to the next lap at different times,
+        and cannot meet there to ask the user's sampler.
+        """
+        return super()._ordered(source, 0)
 
     def __iter__(self) -> Iterator[int]:
         order, spans, batches = self._begin()

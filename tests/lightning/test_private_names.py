@@ -42,11 +42,13 @@ DEFINED_IN = {
     "_data_connector": f"{TRAINER}.trainer",
     "_data_fetcher": "pytorch_lightning.loops.fit_loop",
     "_data_source": "pytorch_lightning.loops.fit_loop",
+    "_end_time": "pytorch_lightning.callbacks.timer",
     "_every_n_train_steps": "pytorch_lightning.callbacks.model_checkpoint",
     "_generate_state_key": "pytorch_lightning.callbacks.callback",
     "_is_training_done": "pytorch_lightning.loops.training_epoch_loop",
     "_last_train_dl_reload_epoch": "pytorch_lightning.loops.fit_loop",
     "_last_val_dl_reload_epoch": "pytorch_lightning.loops.evaluation_loop",
+    "_last_val_time": "pytorch_lightning.loops.fit_loop",
     "_layer_sync": "pytorch_lightning.strategies.parallel",
     "_lightning_module": "pytorch_lightning.strategies.strategy",
     "_logger_connector": f"{TRAINER}.trainer",
@@ -70,6 +72,7 @@ DEFINED_IN = {
 }
 # Set from outside, by a function of Lightning's.
 DEFINED_IN |= {
+    "_start_time": "pytorch_lightning.callbacks.timer",
     "_val_check_time_interval": f"{TRAINER}.setup",
 }
 # Given as strings, or names that this package has given to something else, too.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -35,6 +35,7 @@ from hybridtrain.util.option_types import (
 
 _Version = Annotated[str, Rule("such as 2.6.1", re.compile(r"\d{1,9}(\.\d{1,9}){1,3}").match)]
 _Rate = Tensor | NotNegative
+_RateOrNone = Tensor | NotNegative | None  # an optimizer may find its own rate
 _Finite = Annotated[float, Rule("that is finite", math.isfinite)]
 _Format = Annotated[int, Range(1, 2**62)]
 _Epoch = Annotated[int, Range(-1, 2**62)]
@@ -71,18 +72,25 @@ _WEIGHTS = {
 }
 _GROUP = {
     "params": [Count],
-    **dict.fromkeys(("lr?", "initial_lr?", "momentum?", "weight_decay?"), _Rate),
+    **dict.fromkeys(("lr?", "initial_lr?", "momentum?", "weight_decay?"), _RateOrNone),
     "eps?": (_Rate, [NotNegative | None]),  # Adafactor has two
-    "betas?": [_Rate],
+    "betas?": [_RateOrNone],
 }
 _VALUE = Tensor | bool | _Finite | str | list[Any] | dict[str, Any] | None  # a method by its name
+_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf"}
+# States of torch's optimizers, of one kind for all parameters. Others keep what they like, under
+# names of their own or of none of the parameters (MADGRAD, SM3).
+_KNOWN = _MOMENTS | {"step", "momentum_buffer", "grad_avg", "sum", "step_size", "mu_product"}
+_STATES = (
+    dict.fromkeys((f"{name}?" for name in sorted(_KNOWN)), _VALUE),
+    Tensor | int | float | list[Any],
+)
 _FULL = {
     "loops?": {"fit_loop": _FIT_LOOP, "*loop": _LOOP},
-    "optimizer_states": [{"state?": {EACH: {EACH: _VALUE}}, "param_groups?": [_GROUP]}],
+    "optimizer_states": [{"state?": {EACH: _STATES}, "param_groups?": [_GROUP]}],
     "lr_schedulers": [{"last_epoch?": _Epoch, "_step_count?": Count, "base_lrs?": [_Rate]}],
     "callbacks?": dict,
 }
-_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf"}
 
 
 def check_content(content: Any, source: str, resumes: bool) -> None:
@@ -130,16 +138,25 @@ def _uneven(optimizer: Mapping[str, Any], alike: bool) -> str | None:
         members = {n: states[n] for n in group["params"] if n in states}
         kinds: dict[str, set[str]] = defaultdict(set)
         for number, state in members.items():
-            lacks = group.get("amsgrad") and "max_exp_avg_sq" not in state
-            if lacks or any(set(state) < set(other) for other in members.values()):
+            if not isinstance(state, Mapping) or _lacks(state, group, members.values()):
                 return f"the optimizer's state of parameter {number} is not whole"
             shapes = {x.shape for name, x in state.items() if name in _MOMENTS and _filled(x)}
             for name, value in state.items():
+                if name not in _KNOWN:
+                    continue
                 kinds[name].add(_kind(value) if alike else type(value).__name__)
                 kind_differs = len(kinds[name] - {"NoneType"}) > 1 or len(shapes) > 1
                 if kind_differs or (value is None and name in _MOMENTS):
                     return f"{name} of parameter {number} is {_kind(value)}, which does not fit"
     return None
+
+
+def _lacks(state: Mapping[str, Any], group: Mapping[str, Any], others: Iterable[Any]) -> bool:
+    """Whether it is a part of another parameter's, without something that all have."""
+    known = _KNOWN & set(state)
+    found = (set(other) for other in others if isinstance(other, Mapping))
+    parts = any(set(state) < other and known < _KNOWN & other for other in found)
+    return parts or bool(group.get("amsgrad") and "max_exp_avg_sq" not in state)
 
 
 def _filled(value: Any) -> bool:

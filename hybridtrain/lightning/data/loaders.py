@@ -40,6 +40,7 @@ from hybridtrain.lightning.data.user_loaders import (
     makes_its_own,
     order_of,
     plan_of,
+    sampler_of,
     shares_nothing,
     warn_of_dropped,
     warn_of_pairs,
@@ -85,7 +86,8 @@ class Loaders:
         self._remembers = False
         self._made_in_epoch: int | None = None
         self._limit: float = self._trainer.limit_train_batches  # the user's
-        self._is_limited = False  # of at least one loader a worker may come to it
+        # Of at least one loader a worker may come to it; in which epoch they were made.
+        self._is_limited, self._measured_in = False, -1
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it done
         self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
         self._owes = False  # the masters lack steps: one worker's own checkpoint repeats them
@@ -119,7 +121,7 @@ class Loaders:
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
             kept = self._options["keep_order"] or self._client.n_workers == 1
-            kept = kept and isinstance(dataloader.sampler, SequentialSampler)
+            kept = kept and isinstance(sampler_of(dataloader), SequentialSampler)
             return self._training(dataloader, not kept and not self._trainer.overfit_batches)
         indices = order_of(dataloader, shuffle, self._client)(0)
         if mode != RunningStage.PREDICTING:
@@ -152,6 +154,8 @@ class Loaders:
         limit, lifts = self._limit, False
         if self._requirements.data != "shares" and plan is not None and plan.length > 0:
             lifts = isinstance(limit, int) and limit * len(plan.sizes) >= batches_of(plan)
+        if self._measured_in != self.position.epoch:  # the loaders are new or reloaded
+            self._is_limited, self._measured_in = False, self.position.epoch
         self._is_limited |= not lifts
         self._trainer.limit_train_batches = limit if self._is_limited else 1.0
 
@@ -356,7 +360,7 @@ class Loaders:
         begun = [sampler for sampler in self.samplers if sampler.has_begun(epoch)]
         loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
         ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
-        if others_go_on(self.samplers, ours):
+        if others_go_on(self.samplers, ours, self._left_by_lost):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
             checkpoint = self._ends.reopened(checkpoint)
         again = alone or self.under_way
@@ -368,6 +372,13 @@ class Loaders:
         if self._numbers_of:
             state["dice_of"] = self._numbers_of
         return {**checkpoint, KEY: {**ours, **state}}
+
+    @property
+    def _left_by_lost(self) -> bool | None:
+        """Whether lost workers have left samples, in lock-step; ``None``: there is none."""
+        if not self._requirements.whole_rounds:
+            return None
+        return any(sampler.left_by(self._client.gone) for sampler in self.samplers)
 
     def random_numbers(self, together: bool) -> dict[str, Any]:
         """This worker's RNG states for a checkpoint.

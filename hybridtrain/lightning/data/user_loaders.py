@@ -1,8 +1,8 @@
 """Read a user's DataLoader: its order, batch sizes and batch sampler; and rebuild it for a worker.
 
 Lightning gives each worker other samples by putting a sampler into the user's batch sampler. A
-batch sampler that takes none (it groups by length, say, or is no ``BatchSampler``) is treated as a
-data set whose items are whole mini-batches, which are dealt to the workers. Streams, and loaders
+batch sampler that takes none, or has an ``__iter__`` of its own (to group by length), is treated as
+a data set whose items are whole mini-batches, which are dealt to the workers. Streams, and loaders
 that the user shares out alone, keep their samples.
 """
 
@@ -50,9 +50,18 @@ def plan_of(
         order: of an epoch.
         sizes: of the workers' mini-batches, if the user has given them.
         n_workers: W.
+
+    Raises:
+        UserError: if its sampler has no length.
     """
-    sampler, batches = dataloader.sampler, dataloader.batch_sampler
-    length = len(sampler) if isinstance(sampler, Sized) else 0
+    sampler, batches = sampler_of(dataloader), dataloader.batch_sampler
+    if not isinstance(sampler, Sized):
+        raise UserError(
+            f"the DataLoader has a sampler ({type(sampler).__name__}) without a length, so its "
+            "samples cannot be shared out; give it a method __len__, or use "
+            "Trainer(use_distributed_sampler=False) and let it draw other samples in each worker"
+        )
+    length = len(sampler)
     if sizes is not None:
         check_batches(dataloader)
     if batches is None:
@@ -63,21 +72,33 @@ def plan_of(
     return EpochPlan(order, length, sizes or (size,) * n_workers, drop_last, not plain)
 
 
+def sampler_of(dataloader: DataLoader[Any]) -> Any:
+    """The user's sampler; of an explicit ``batch_sampler`` the one inside, which torch ignores.
+
+    A ``DistributedSampler`` there is replaced, as under DDP.
+    """
+    inner = getattr(dataloader.batch_sampler, "sampler", None)
+    replaced = inner is None or isinstance(inner, DistributedSampler)
+    return dataloader.sampler if replaced else inner
+
+
+def is_plain(dataloader: DataLoader[Any]) -> bool:
+    """Whether each epoch has every sample of the data set once, in order or shuffled."""
+    sampler = sampler_of(dataloader)
+    if isinstance(sampler, RandomSampler):
+        whole = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    else:
+        whole = isinstance(sampler, SequentialSampler)
+    # It may be over a part of the data set, or over another one.
+    return whole and len(sampler.data_source) == len(dataloader.dataset)  # type: ignore[arg-type]
+
+
 def order_of(dataloader: DataLoader[Any], shuffle: bool, client: Client) -> Order:
     """The order of an epoch: seeded, or drawn from the user's own sampler."""
-    sampler: Sampler[int] = dataloader.sampler  # type: ignore[assignment]
-    if isinstance(sampler, SequentialSampler) or _is_plain_random(sampler):
+    if is_plain(dataloader):
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if shuffle else None
         return Seeded(len(dataloader.dataset), seed)  # type: ignore[arg-type]
-    return partial(drawn, sampler, client)
-
-
-def _is_plain_random(sampler: object) -> bool:
-    return (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    )
+    return partial(drawn, sampler_of(dataloader), client)
 
 
 # ---- mini-batches of other sizes -----------------------------------------------------------------

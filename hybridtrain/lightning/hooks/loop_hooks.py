@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls, sized_len
@@ -20,7 +22,7 @@ from pytorch_lightning.utilities.data import (
     _dataloader_init_kwargs_resolve_sampler,
     _get_dataloader_init_args_and_kwargs,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric
 
 _LOGGED_STEP = "_batches_that_stepped"
@@ -108,6 +110,11 @@ def validation_is_due(trainer: Any) -> bool:
 def validation_seconds(trainer: Any) -> float | None:
     """``val_check_interval`` in seconds, if it is a time."""
     return trainer._val_check_time_interval
+
+
+def note_validation(trainer: Any) -> None:
+    """A validation ends here; with a time as ``val_check_interval`` the next is due after it."""
+    trainer._last_val_time = time.monotonic()
 
 
 def validate_from_beginning(trainer: Any) -> None:
@@ -281,7 +288,16 @@ def gets_our_sampler(trainer: Any, dataloader: Any) -> bool:
 
 
 def takes_a_sampler(dataloader: DataLoader[Any]) -> bool:
-    """Whether Lightning can put a sampler into the loader's batch sampler."""
+    """Whether Lightning can put a sampler into the loader's batch sampler.
+
+    A class that makes mini-batches in its own way (grouped by length) would make others of a part
+    of the samples, and one that does not begin with a ``sampler`` would take it for its data set.
+    """
+    kind: Any = type(dataloader.batch_sampler)
+    if kind.__iter__ is not BatchSampler.__iter__:
+        return False
+    if next(iter(signature(kind).parameters), None) != "sampler":
+        return False
     try:
         _dataloader_init_kwargs_resolve_sampler(dataloader, dataloader.sampler)
     except TypeError:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint, WeightAveraging
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint, Timer, WeightAveraging
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as ProcessLauncher
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
@@ -138,6 +138,15 @@ def layer_sync(strategy: Any) -> Any:
 DECIDED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 HOW_IT_STEPS = "_automatic_optimization"  # of a module
 WRITER = "_experiment"  # of a logger: the object behind ``logger.experiment``, with threads, files
+
+# ---- Timer --------------------------------------------------------------------------------------
+
+
+def forget_times(timer: Timer) -> None:
+    """Forget an earlier training's, or a new one's limit would be held to its end."""
+    timer._start_time = dict.fromkeys(timer._start_time)
+    timer._end_time = dict.fromkeys(timer._end_time)
+
 
 # ---- ModelCheckpoint ----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from lightning_utilities.core.rank_zero import WarningCache
+from pytorch_lightning.callbacks import Timer
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.lightning.async_training.update_count import (
@@ -104,7 +105,11 @@ class StepOutcome:
     ) -> StepOutcome:
         """In the worker that took part; ``collects``: see :func:`metrics_of`."""
         metrics = metrics_of(trainer, collects)
-        standings = [standing_of(each, trainer.lightning_module) for each in callbacks]
+        # A worker's clock goes on; with another's time, too, it would count its own twice.
+        standings = [
+            {} if isinstance(each, Timer) else standing_of(each, trainer.lightning_module)
+            for each in callbacks
+        ]
         by_hand = not trainer.lightning_module.automatic_optimization
         schedules = schedules_of(trainer) if by_hand and trainer.optimizers else None
         return cls(metrics, bool(trainer.should_stop), standings, schedules)

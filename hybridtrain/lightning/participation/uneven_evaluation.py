@@ -21,12 +21,19 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     evaluation_batches,
     give_loaders,
     limited_batches,
+    note_validation,
     set_evaluation_batches,
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.util.attributes import temporarily
+
+_LIMITS = {
+    RunningStage.VALIDATING: "limit_val_batches",
+    RunningStage.TESTING: "limit_test_batches",
+    RunningStage.PREDICTING: "limit_predict_batches",
+}
 
 
 class UnevenEvaluation:
@@ -61,42 +68,48 @@ class UnevenEvaluation:
     def _predicts(self) -> bool:
         return self._loop is self._trainer.predict_loop
 
+    @property
+    def _stage(self) -> RunningStage:
+        tests = self._loop is self._trainer.test_loop
+        evaluates = RunningStage.TESTING if tests else RunningStage.VALIDATING
+        return RunningStage.PREDICTING if self._predicts else evaluates
+
     def setup_data(self, proceed: Callable[[], None]) -> None:
-        """Allow workers without samples; apply the limit on predictions to all workers together."""
+        """Allow workers without samples; apply a share as limit here."""
         module, trainer = self._trainer.lightning_module, self._trainer
-        limit = trainer.limit_predict_batches
-        known = self._batches
+        name = _LIMITS[self._stage]
+        limit, known = getattr(trainer, name), self._batches
         if known is not None:
             set_evaluation_batches(self._loop, known)
         if (sharing := self._sharing()) != self._shared:
             give_loaders(self._loop, None)
             self._shared = sharing
         self._begin(sharing)
-        if self._predicts and isinstance(limit, float) and limit > 0:
-            limit = 1.0  # `Dealt` applies the limit
         with (
             temporarily(module, allow_zero_length_dataloader_with_multiple_devices=True),
-            temporarily(trainer, limit_predict_batches=limit),
+            temporarily(trainer, **{name: 1.0 if _is_share(limit) else limit}),
         ):
             proceed()
-        if self._predicts:
-            self._limit_undealt(trainer.limit_predict_batches)
-        else:
+        if _is_share(limit) and (self._predicts or evaluation_batches(self._loop) is not known):
+            self._limit_share(limit)  # of loaders that are new
+        if not self._predicts:
             self._show_batches(known)
 
-    def _limit_undealt(self, limit: int | float) -> None:
-        """Apply a share as limit to the loaders that are not dealt out, as Lightning does.
+    def _limit_share(self, limit: float) -> None:
+        """Apply a share as limit; in an evaluation each worker keeps a mini-batch, if it has any.
+
+        ``Dealt`` applies that of predictions, which all workers share.
 
         Raises:
-            MisconfigurationException: if one of them is a stream.
+            MisconfigurationException: Lightning's, if none is left of all workers', or for streams.
         """
-        if not isinstance(limit, float) or limit in (0.0, 1.0):
-            return
-        batches = self._loop.max_batches
+        batches = self._loop.max_batches if self._predicts else evaluation_batches(self._loop)
+        workers = 1 if self._predicts else len(self._shared)
         for number, loader in enumerate(combined_loader(self._loop).flattened):
             if not is_dealt(loader):
-                length = batches[number]
-                batches[number] = limited_batches(RunningStage.PREDICTING, length, limit)
+                n = batches[number]
+                left = limited_batches(self._stage, n * workers, limit)
+                batches[number] = left if self._predicts else max(int(n * limit), min(n, 1))
 
     def _show_batches(self, known: Any) -> None:
         """Outside of the evaluation, show a participant's number of mini-batches in every worker.
@@ -169,4 +182,9 @@ class UnevenEvaluation:
         outcome = next((each for each in known if each is not None), None)
         if rests and outcome is not None:
             outcome.give(trainer, callbacks)
+            note_validation(trainer)
             set_evaluation_batches(self._loop, self._shown)
+
+
+def _is_share(limit: int | float) -> bool:
+    return isinstance(limit, float) and limit not in (0.0, 1.0)

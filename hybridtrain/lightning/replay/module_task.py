@@ -22,7 +22,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
 )
 
@@ -30,10 +29,11 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.expected_updates import expected_in
 from hybridtrain.lightning.data.batch_size import Scales
+from hybridtrain.lightning.data.user_loaders import is_plain, plan_of, sampler_of
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.lightning_package import own_name
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.training.samplers import Seeded
+from hybridtrain.training.samplers import Order, Seeded
 from hybridtrain.updates.groups import Groups, differences, plain
 from hybridtrain.updates.serialize import dump, load
 from hybridtrain.worlds.virtual.training_task import Timetable
@@ -273,17 +273,15 @@ def _timetable(
     loader: DataLoader[Any], workers: int, seed: int
 ) -> tuple[Timetable, Callable[[int], Sequence[int]]]:
     """The mini-batches and the order of an epoch."""
-    length = len(loader.dataset)  # type: ignore[arg-type]
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         raise UserError(
             f"the DataLoader has a {type(batches).__name__}; in virtual time mini-batches are "
             "those of a plain DataLoader, or items of the data set"
         )
-    sizes = (loader.batch_size or 1,) * workers
-    drop_last = bool(getattr(batches, "drop_last", False))
-    sampler: Any = loader.sampler
-    if isinstance(sampler, SequentialSampler | RandomSampler):
-        in_order = workers == 1 and isinstance(sampler, SequentialSampler)  # as a real run has it
-        return Timetable(length, sizes, drop_last), Seeded(length, None if in_order else seed)
-    return Timetable(len(sampler), sizes, drop_last), lambda epoch: list(sampler)
+    sampler: Any = sampler_of(loader)
+    in_order = workers == 1 and isinstance(sampler, SequentialSampler)  # as a real run has it
+    seeded = Seeded(len(loader.dataset), None if in_order else seed)  # type: ignore[arg-type]
+    order: Order = seeded if is_plain(loader) else lambda epoch: list(sampler)
+    plan = plan_of(loader, order, None, workers)
+    return Timetable(plan.length, plan.sizes, plan.drop_last), order

@@ -12,6 +12,7 @@ import pickle
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from pathlib import PurePath
 from typing import Any
@@ -43,6 +44,7 @@ _ATOMS = (
 )
 
 
+_LIGHTNING = ("pytorch_lightning.", "lightning.")  # modules of either package
 _NUMPY = "biufcSUMm"  # kinds of numbers, texts, times
 
 
@@ -187,7 +189,7 @@ def resumes_by_state(callback: pl.Callback) -> bool:
     """
     home = type(callback).load_state_dict.__module__
     known = isinstance(callback, LearningRateFinder | ModelCheckpoint)
-    return not known and home.partition(".")[0] in ("pytorch_lightning", "lightning")
+    return not known and home.startswith(_LIGHTNING)
 
 
 def give_state(callback: pl.Callback, module: pl.LightningModule, state: dict[str, Any]) -> None:
@@ -224,6 +226,8 @@ def plain_attributes(
 
 
 def _copy(value: Any, left: list[int]) -> Any:
+    if isinstance(value, Enum) and type(value).__module__.startswith(_LIGHTNING):
+        return value  # keys of ``Timer``
     numpys = isinstance(value, np.generic | np.ndarray)  # numpy's float64 is a float, too
     if isinstance(value, _ATOMS) and not numpys:
         if type(value).__module__.startswith(("builtins", "pathlib", "datetime", "torch")):

@@ -56,6 +56,22 @@ def test_what_an_optimizer_of_torch_saves_is_taken(kind: str, options: dict[str,
     check_content(content_after_steps(kind, **options), "ckpt=x.ckpt", resumes=True)
 
 
+def test_what_other_optimizers_save_is_taken() -> None:
+    """As MADGRAD (a state of no parameter), SM3 (one for each dimension), Shampoo, 8-bit Adam."""
+    content = content_after_steps("SGD", momentum=0.9)
+    saved, accumulator = content["optimizer_states"][0], torch.ones(3, 1)
+    of_two = {"accumulator_0": accumulator, "accumulator_1": accumulator, "shapes": (3, 2)}
+    saved["state"] = {
+        0: of_two | {"best": float("inf"), "inverses": [accumulator], "quantized": {"map": None}},
+        1: {"accumulator_0": torch.tensor(0.0), "shapes": None, "kind": frozenset({1})},
+        2: {"accumulator_0": torch.ones(0)},
+        "k": torch.tensor([3]),
+        "seen": 4,
+    }
+    saved["param_groups"][0] |= {"lr": None, "betas": (None, 0.9)}
+    check_content(content, "ckpt=x.ckpt", resumes=True)
+
+
 def renumber(state: Any) -> None:
     state["param_groups"][1]["params"] = [5, 6]
 
@@ -81,9 +97,14 @@ def shrink_a_moment(state: Any) -> None:
     state["state"][1]["exp_avg"] = torch.zeros(2, 2)
 
 
+def flatten_a_state(state: Any) -> None:
+    state["state"][1] = [0.0]
+
+
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
+        (flatten_a_state, "state of parameter 1 is not whole"),
         (renumber, r"parameters are numbered \[0, 1, 5, 6\]"),
         (number_twice, r"parameters are numbered \[0, 1, 1, 2\]"),
         (empty_a_moment, "exp_avg of parameter 1 is None"),

@@ -15,7 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -110,6 +110,15 @@ def test_from_every_checkpoint_of_a_run(saving: str, options: str, tmp_path: Pat
         resumed = train(f"from-{step}", path)
         assert waits(resumed) == waits(whole), step
         assert_same(resumed, deepcopy(whole))
+
+
+def test_what_is_loaded_ahead_but_beyond_a_limit_is_not_left(tmp_path: Path) -> None:
+    make = partial(Noisy, schedule=partial(StepLR, step_size=1))
+    options = {"max_epochs": 2, "limit_train_batches": 5, "num_workers": 1, "validation": 0}
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
+    whole = run(tmp_path / "whole", make, callbacks=[keep], **options)  # type: ignore[arg-type]
+    resumed = run(tmp_path / "resumed", make, tmp_path / "step=5.ckpt", **options)  # type: ignore[arg-type]
+    assert_same(resumed, whole)
 
 
 class Validating(Noisy):

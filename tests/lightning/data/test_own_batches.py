@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from hybridtrain.errors import UserError
 from tests.lightning.toys import Recorder, Regression, make_trainer, regression_data
@@ -45,6 +45,29 @@ class Own(BatchSampler):
 
     def __len__(self) -> int:
         return len(self.buckets)
+
+
+class Sorted(BatchSampler):
+    """Takes a sampler, and sorts what it draws into mini-batches of three sizes."""
+
+    def __init__(self, sampler: Any, batch_size: int = 4, drop_last: bool = False) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.tensor(list(self.sampler)).sort().values
+        return (part.tolist() for part in order.split(SIZES))
+
+    def __len__(self) -> int:
+        return len(SIZES)
+
+
+class OverData(Sorted):
+    """Takes its data set, with ``batch_size`` and ``drop_last``."""
+
+    def __init__(self, dataset: Any, batch_size: int = 4, drop_last: bool = False) -> None:
+        super().__init__(RandomSampler(dataset), batch_size, drop_last)
+
+    __iter__, __len__ = BatchSampler.__iter__, BatchSampler.__len__
 
 
 class Unsized:
@@ -97,18 +120,32 @@ def test_every_sample_is_evaluated_and_predicted_once(make: Any) -> None:
     assert torch.equal(rows, regression_data(N).tensors[0].sort(0).values)
 
 
-@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
-def test_a_run_goes_on_in_the_midst_of_an_epoch(strategy: str, tmp_path: Path) -> None:
+def loader_of(make: Any) -> DataLoader[Any]:
+    data = regression_data(N)
+    given = {Sorted: [SequentialSampler(data)], OverData: [data]}.get(make, [])
+    return DataLoader(data, batch_sampler=make(*given))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    by_default(
+        [("hybrid", Buckets), ("async", Buckets), ("hybrid", OverData), ("async", Sorted)],
+        ("hybrid", OverData),
+        ("async", Sorted),
+    ),
+)
+def test_a_run_goes_on_in_the_midst_of_an_epoch(strategy: str, make: Any, tmp_path: Path) -> None:
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     options: dict[str, Any] = {"max_epochs": 1}
     first = make_trainer(strategy, 2, callbacks=[keep], enable_checkpointing=True, **options)
-    first.fit(Seen(), DataLoader(regression_data(N), batch_sampler=Buckets()))
+    first.fit(Seen(), loader_of(make))
+    assert first.strategy.run_stats()["samples"] == N  # type: ignore[attr-defined]
     path = min(tmp_path.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
     begun = torch.load(path, weights_only=True)["hybridtrain"]["loaders"][0]
     left = len(begun["indices"])
     assert 0 < left < N and sum(begun["sizes"]) == left
     second = make_trainer(strategy, 2, **options)
-    second.fit(Seen(), DataLoader(regression_data(N), batch_sampler=Buckets()), ckpt_path=path)
+    second.fit(Seen(), loader_of(make), ckpt_path=path)
     assert second.strategy.run_stats()["samples"] == left  # type: ignore[attr-defined]
 
 

@@ -93,6 +93,13 @@ def test_max_size_cycle_uses_each_sample_once_in_the_first_pass(
         assert once(everything, LONG), "the longest is not repeated"
 
 
+def test_a_users_sampler_is_not_asked_where_one_worker_alone_begins_the_next_pass() -> None:
+    """All its passes of an epoch have one order."""
+    module = trained("async", 2, "max_size_cycle", 9, 1, own=True)
+    everything = [i for worker in range(2) for i in module.of(0, worker)]
+    assert once(everything, 9) and set(module.of(1, 0)) == set(module.of(1, 1)) == {0}
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
 @pytest.mark.parametrize("short", by_default([1, 5, 9, 12, LONG], 9, LONG))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.lightning.toys import Recorder, Regression, distance, make_trainer, regression_data
@@ -102,6 +103,41 @@ def test_a_worker_that_rests_decides_on_checkpoints_as_the_others(tmp_path: Path
     assert len(best.best_k_models) == 3 * 2  # of five steps in an epoch
 
 
+class Timed(Counting):
+    """Counts validations; each worker's ``Timer`` must have that worker's own time."""
+
+    validations = 0
+
+    def on_train_start(self) -> None:
+        self.began = time.monotonic()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self.validations += 1
+
+    def on_train_end(self) -> None:
+        (timer,) = [each for each in self.trainer.callbacks if isinstance(each, Timer)]
+        assert timer.time_elapsed() < time.monotonic() - self.began + 0.1
+
+
+def test_a_worker_that_rests_keeps_its_time() -> None:
+    """That of the next validation, that of a ``Timer``; which has it afterwards, too."""
+    timer, module = Timer(), Timed()
+    trainer = make_trainer(
+        "hybrid", 2, max_epochs=1, val_check_interval="00:00:00:01", callbacks=[timer]
+    )
+    trainer._val_check_time_interval = 0.2  # type: ignore[assignment]
+    loaders = DataLoader(regression_data(60), 1), DataLoader(regression_data(1))
+    trainer.fit(module, *loaders)
+    elapsed = timer.time_elapsed()
+    assert timer.time_remaining() is None and elapsed > 30 * 0.02
+    assert elapsed == timer.time_elapsed()  # it has ended
+    assert 1 <= module.validations <= elapsed / 0.2
+
+
 def test_resting_workers_take_over_metrics_and_the_wish_to_stop() -> None:
     class Same(Counting):
         def on_train_epoch_end(self) -> None:
@@ -133,8 +169,8 @@ def test_several_loaders_of_which_one_is_tiny_and_one_is_empty() -> None:
     assert [int(each.counts.sum()) for each in data] == list(sizes)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("limit", [1, 1.0, 0])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("limit", [0.5, 1, 1.0, 0])  # each worker keeps one of a share
 def test_limits_and_an_empty_set(limit: int | float) -> None:
     trainer = make_trainer("hybrid", 3, limit_test_batches=limit)
     results = trainer.test(Counting(), DataLoader(regression_data(2)), verbose=False)

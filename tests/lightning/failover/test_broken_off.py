@@ -65,6 +65,7 @@ def run(
     data: Dataset[Any] | None = None,
     validation: int = 8,
     warned: Any = "ignore",
+    num_workers: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """The last checkpoint, of three epochs of two workers."""
@@ -73,7 +74,7 @@ def run(
     torch.manual_seed(7)
     options = {"max_epochs": 3, "callbacks": callbacks, "enable_checkpointing": True} | options
     module, trainer = make(), make_trainer("hybrid", 2, **options)
-    loader = DataLoader(data or regression_data(44), batch_size=4, shuffle=True)
+    loader = DataLoader(data or regression_data(44), 4, shuffle=True, num_workers=num_workers)
     held_out = DataLoader(regression_data(validation), batch_size=4) if validation else None
     with warnings.catch_warnings():
         warnings.simplefilter(warned)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
@@ -81,12 +81,30 @@ class Mortal(Regression):
         self.log("val", torch.nn.functional.mse_loss(self.net(x), y), sync_dist=True)
 
 
-def run(module: Mortal, policy: str, on_failure: str, n: int = N, **options: Any) -> pl.Trainer:
+class Shuffled(Sampler[int]):
+    """A user's own random sampler."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N).tolist())
+
+
+def run(
+    module: Mortal,
+    policy: str,
+    on_failure: str,
+    n: int = N,
+    sampler: Sampler[int] | None = None,
+    **options: Any,
+) -> pl.Trainer:
     pl.seed_everything(3, verbose=False)
     strategy = HybridStrategy(policy=policy, on_failure=on_failure)
     trainer = make_trainer(strategy, 3, max_epochs=2, **options)
     data = Numbered(n)
-    trainer.fit(module, DataLoader(data, SIZE, shuffle=True), DataLoader(data, 16))
+    loader = DataLoader(data, SIZE, shuffle=sampler is None, sampler=sampler)
+    trainer.fit(module, loader, DataLoader(data, 16))
     return trainer
 
 
@@ -128,6 +146,12 @@ def test_others_go_on_and_train_on_every_sample_of_the_epoch_once(
     assert trainer.current_epoch == 2 and "val" in trainer.callback_metrics
     assert f"worker {who}" in (said := capfd.readouterr().err) and "go on without it" in said
     assert ("missing from the metrics" in said) == (phase == "validation")
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+def test_they_do_what_is_left_of_a_random_order_of_the_users(tmp_path: Path, policy: str) -> None:
+    run(mortal(tmp_path, 1, 1, "compute"), policy, "continue", sampler=Shuffled())
+    assert (tmp_path / "died").exists() and seen(tmp_path) == each_once()
 
 
 @pytest.mark.parametrize(("phase", "who", "when"), by_default(CASES, CASES[0]))

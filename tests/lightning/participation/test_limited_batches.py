@@ -154,6 +154,23 @@ def test_the_shorter_of_two_loaders_ends_an_epoch_before_the_limit() -> None:
     assert ends.validated[:2].tolist() == [EPOCHS] * 2
 
 
+class Reloading(Module):
+    """The second epoch has fewer mini-batches."""
+
+    def train_dataloader(self) -> Any:
+        n = N if self.trainer.current_epoch == 0 else 3 * SIZE
+        return DataLoader(torch.arange(n), SIZE)
+
+
+def test_a_limit_is_of_the_loaders_that_are_loaded_anew() -> None:
+    """In the second epoch it is without effect: the last accumulated mini-batches make a step."""
+    options = {"limit_train_batches": 4, "reload_dataloaders_every_n_epochs": 1}
+    strategy = strategies.make("async", 2)
+    trainer = make_trainer(strategy, 2, max_epochs=2, accumulate_grad_batches=2, **options)
+    trainer.fit(Reloading())
+    assert strategy.run_stats()["samples"] == (2 * 4 + 3) * SIZE
+
+
 @pytest.mark.few(2)
 def test_a_dev_run_of_free_running_workers_validates() -> None:
     """Each worker has as many mini-batches as ``fast_dev_run`` says."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import Timer
 from torch.utils.data import DataLoader
 
 from tests.lightning.toys import Regression, make_trainer, regression_data
@@ -190,3 +191,15 @@ def test_a_second_training_begins_as_on_one_device(strategy: str) -> None:
         return found
 
     assert rates(strategy) == rates("auto")
+
+
+def test_a_timer_ends_a_second_training_too() -> None:
+    """Under ``auto`` Lightning holds it to the end of the first, and never ends it."""
+    timer = Timer(duration={"seconds": 0.3})
+    trainer = make_trainer("hybrid", 1, max_epochs=1, callbacks=[timer])
+    loader = DataLoader(regression_data(8), batch_size=4)
+    trainer.fit(Regression(), loader)
+    assert 0 < timer.time_elapsed() < 0.3
+    trainer.fit_loop.max_epochs = 500
+    trainer.fit(Regression(), loader)
+    assert timer.time_elapsed() >= 0.3 and trainer.current_epoch < 500
