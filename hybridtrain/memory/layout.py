@@ -77,6 +77,11 @@ class Layout:
         """The dtype in which gradients of parameters of ``dtype`` are sent."""
         return self.transport or dtype if dtype == torch.float32 else dtype
 
+    @property
+    def addable(self) -> list[torch.dtype]:
+        """The dtypes that torch can add; parameters of the others (int8, float8) are frozen."""
+        return [dtype for dtype in self.sizes if is_addable(dtype)]
+
     def stretches(self, numbers: Collection[int]) -> Iterator[tuple[torch.dtype, slice]]:
         """The parts of the buffers that hold these parameters, adjacent ones joined."""
         for dtype in self.sizes:
@@ -85,6 +90,11 @@ class Layout:
                 if wanted:
                     found = [slot for _, slot in group]
                     yield dtype, slice(found[0].offset, found[-1].offset + found[-1].numel)
+
+
+def is_addable(dtype: torch.dtype) -> bool:
+    """Whether gradients can have this dtype and be added up."""
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 # ---- different parameters that share memory -----------------------------------------------------
