@@ -121,7 +121,8 @@ _USUAL_S = 1.0  # between looks
 _AGAIN_S = 0.1  # between looks while a worker writes its stacks
 _STACKS_S = 2.0  # for the worker to begin to write its stacks
 _DEBUGGER = re.compile(
-    r'File "[^"]*(?:[/\\](?:pdb|bdb|ipdb|pudb|code|pdbpp)\.py|pydevd|debugpy|remote_pdb)[^"]*"'
+    r'File "[^"]*(?:[/\\](?:pdb|bdb|ipdb|pudb|pdbpp)\.py|[/\\]python3\.\d+t?[/\\]code\.py'
+    r'|pydevd|debugpy|remote_pdb)[^"]*"'
 )
 
 
