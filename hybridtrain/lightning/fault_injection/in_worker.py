@@ -205,9 +205,10 @@ class Injection(pl.Callback):
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
         """All objects to be wrapped exist now."""
         context = context_of(trainer)
-        self._wrap_computing(context.session)
-        if context.session.has_own_parameters:
-            self._wrap_own_steps(context.session._gathered)
+        session: Any = context.session
+        self._wrap_computing(session)
+        if session.has_own_parameters:
+            self._wrap_own_steps(session._gathered)
         self._wrap_exchange()
         before(Point.TEARDOWN, context, self.tear_down)
         if not self._schedule.has("checkpoint"):
