@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 from tests.picking import by_default
 
 STRATEGIES = ("hybrid", "async", "synchronous", "hogwild", "local_sgd", "downpour")
@@ -190,3 +190,21 @@ def test_a_second_training_begins_as_on_one_device(strategy: str) -> None:
         return found
 
     assert rates(strategy) == rates("auto")
+
+
+class Spread(Regression):
+    """One number in many places, which torch cannot write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, persistent in (("saved", True), ("unsaved", False)):
+            self.register_buffer(name, torch.zeros(1).expand(5), persistent=persistent)
+
+    def on_train_epoch_end(self) -> None:
+        self.saved, self.unsaved = self.saved + 1, self.unsaved + 2
+
+
+def test_expanded_buffers_come_home() -> None:
+    module, _ = fit("hybrid", 2, 12, Spread, max_epochs=2)
+    assert module.saved.tolist() == [2.0] * 5
+    assert module.unsaved.tolist() == [4.0] * 5
