@@ -354,6 +354,25 @@ def test_what_cannot_go_together_is_refused(options: dict[str, Any], said: str) 
         train(1, 2, **options)
 
 
+class Looks(Net):
+    """Steps the rows of a table."""
+
+    def __init__(self, _: bool) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 8, sparse=True).double()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((self.table(batch[0][:, 0].long().clamp(0, 8)), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.table.parameters())
+
+
+def test_an_optimizer_that_takes_no_dense_gradients_is_refused() -> None:
+    with pytest.raises(UserError, match="SparseAdam was given with inside=hybrid, .*use Adam"):
+        train(1, 2, movement(4), kind=Looks, inside="hybrid")
+
+
 def test_a_replay_is_refused(tmp_path: Path) -> None:
     strategy: Any = HybridStrategy(exchange=movement(4), inside="hybrid", record=tmp_path)
     strategy.recording.instead = object()
