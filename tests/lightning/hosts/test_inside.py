@@ -369,7 +369,7 @@ class Looks(Net):
 
 
 def test_an_optimizer_that_takes_no_dense_gradients_is_refused() -> None:
-    with pytest.raises(UserError, match="SparseAdam was given with inside=hybrid, .*use Adam"):
+    with pytest.raises(UserError, match=r"SparseAdam was given with inside=hybrid, .*use Adam"):
         train(1, 2, movement(4), kind=Looks, inside="hybrid")
 
 
