@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interrupted
 from hybridtrain.cli.further_host import number_of_hosts
@@ -51,6 +51,7 @@ from hybridtrain.worlds.hosts.probe import answer, measure
 from hybridtrain.worlds.local.signals import Interrupted
 
 OPTIONS = ("wait_s", "json")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GIB, _MB = 1 << 30, 1_000_000
 _SLOW = 250 * _MB  # bytes a second; twice what 1 Gbit/s carries
 _ROW = 40 * _MB  # bytes of 10 million parameters
@@ -113,7 +114,7 @@ def machine(config: DictConfig, host: int) -> list[Finding]:
     accelerator, devices = config.trainer.accelerator, config.trainer.devices
     n_workers = devices if type(devices) is int and devices > 0 else 1
     n_workers *= config.strategy.get("workers_per_device", 1)
-    on_cpu = accelerator == "cpu" or not gpus()
+    on_cpu = accelerator == "cpu" or not _visible(len(gpus()))
     return [
         _versions(host),
         _cores(host, n_workers if on_cpu else 0),
@@ -157,16 +158,35 @@ def _cores(host: int, n_workers: int) -> Finding:
 
 def _gpus(host: int, accelerator: str, devices: Any) -> Finding:
     there, built, advice = gpus(), torch.version.cuda, ""
-    wanted = accelerator in ("gpu", "cuda")
-    n_devices = devices if type(devices) is int else 1
+    usable, wanted = _visible(len(there)), accelerator in ("gpu", "cuda")
+    listed = isinstance(devices, ListConfig)
+    n_devices = 1 + max(devices) if listed else devices if type(devices) is int else 1
     if there and built is None and accelerator != "cpu":
         advice = "this torch has no CUDA; install a build that has, or trainer.accelerator=cpu"
     elif wanted and not there:
         advice = "trainer.accelerator=cpu, or see that nvidia-smi shows them"
-    elif wanted and n_devices > len(there):
-        advice = f"trainer.devices={n_devices} was given; give {len(there)}, or workers_per_device"
+    elif wanted and not usable:
+        advice = "trainer.accelerator=cpu, or name some of them in CUDA_VISIBLE_DEVICES"
+    elif wanted and n_devices > usable:
+        fewer = f"numbers from 0 to {usable - 1}" if listed else str(usable)
+        advice = f"trainer.devices={devices} was given; give {fewer}, or workers_per_device"
     found = ", ".join(f"{each.n_bytes / _GIB:.0f} GiB" for each in there) or "none"
+    if usable < len(there):
+        found += f", of which CUDA_VISIBLE_DEVICES={os.environ[_VISIBLE]} shows {usable}"
     return _finding(host, "GPUs", found + (f" (CUDA {built})" if built else ""), advice, wanted)
+
+
+def _visible(there: int) -> int:
+    """The number of GPUs, or parts, that CUDA shows: those named before the first bad number."""
+    if (named := os.environ.get(_VISIBLE)) is None:
+        return there
+    count = 0
+    for name in map(str.strip, named.split(",")):
+        is_known = int(name) < there if name.isdecimal() else name.startswith(("GPU-", "MIG-"))
+        if not is_known:
+            break
+        count += 1
+    return count if there else 0
 
 
 # ---- the hosts of a run -------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from hybridtrain.util.arguments import command, split_options
 from hybridtrain.util.option_types import NotNegative, check
 from hybridtrain.worlds.hosts.key import Key
 from hybridtrain.worlds.hosts.sockets import free_port
+from hybridtrain.worlds.local.signals import restore
 
 OPTIONS = ("cpus", "gpus")
 _ROOM_S = 60.0  # until Ray has room on so many nodes
@@ -194,6 +196,20 @@ class Run:
         self._until_s = self._until_s or time.monotonic() + _GRACE_S
 
 
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM, of ``ray job stop``, is a ``KeyboardInterrupt`` meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        restore({signal.SIGTERM: former})
+
+
+@_interrupted_by_sigterm()
 def train(arguments: Sequence[str], cpus: float | None = None, gpus: float | None = None) -> int:
     """Train on the nodes of the Ray cluster that this process belongs to; the status of host 0.
 
@@ -248,8 +264,6 @@ def _connect(ray: Any) -> None:
             "there is no Ray cluster; start one with ray start --head (and ray start "
             "--address=HEAD:6379 on the other nodes), or give RAY_ADDRESS"
         ) from None
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # of ``ray job stop``
 
 
 def _wanted(

@@ -79,7 +79,7 @@ from hybridtrain.util.files import open_input, read_text, short, write_whole
 from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
-from hybridtrain.worlds.local.signals import ending_signals
+from hybridtrain.worlds.local.signals import ending_signals, restore
 
 log = logging.getLogger(__name__)
 
@@ -228,9 +228,7 @@ def terminating() -> Iterator[None]:
     try:
         yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-        signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after the first
+        restore({**before, signal.SIGINT: interrupt})  # Lightning ignores it after the first
 
 
 @contextmanager

@@ -189,5 +189,5 @@ def _fold(stacked: torch.Tensor, op: Any) -> torch.Tensor:
         return _FOLDS[name](stacked, dim=0)
     if name not in ("mean", "avg"):
         rank_zero_warn(f"the reduction {op!r} is unknown; the mean is taken instead")
-    floating = stacked if stacked.is_floating_point() else stacked.to(torch.float32)
-    return floating.mean(dim=0)
+    exact = stacked.is_floating_point() or stacked.is_complex()
+    return (stacked if exact else stacked.to(torch.float32)).mean(dim=0)

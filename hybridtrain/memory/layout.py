@@ -42,8 +42,8 @@ class Layout:
 
     ``transport``: dtype in which gradients of float32 parameters are sent, rounded to nearest
     even; masters and optimizer state keep theirs. ``gradients``: whether workers send any, which
-    reserves memory for their rows; ``sparse``: numbers of slots with sparse gradients, whose memory
-    is allocated on the first write.
+    reserves memory for their rows; ``sparse``: numbers of slots with sparse gradients, ``frozen``:
+    of parameters without any so far, whose memory is allocated on the first write.
     """
 
     slots: tuple[Slot, ...]
@@ -52,6 +52,7 @@ class Layout:
     transport: torch.dtype | None = None
     gradients: bool = True
     sparse: frozenset[int] = frozenset()
+    frozen: frozenset[int] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(
@@ -64,18 +65,26 @@ class Layout:
     ) -> Layout:
         """Place the tensors one after the other, each dtype in its own buffer."""
         sizes: dict[torch.dtype, int] = {}
-        slots = []
-        for name, tensor in named:
+        slots, frozen = [], []
+        for number, (name, tensor) in enumerate(named):
             offset = sizes.get(tensor.dtype, 0)
             shape, stride = tuple(tensor.shape), dense_stride(tensor)
             slots.append(Slot(name, tensor.dtype, offset, tensor.numel(), shape, stride))
             step = ALIGNMENT_BYTES // tensor.element_size()
             sizes[tensor.dtype] = offset + -(-tensor.numel() // step) * step
-        return cls(tuple(slots), sizes, state_bytes, transport, gradients, frozenset(sparse))
+            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+                frozen.append(number)
+        numbers = frozenset(sparse), frozenset(frozen)
+        return cls(tuple(slots), sizes, state_bytes, transport, gradients, *numbers)
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of parameters of ``dtype`` are sent."""
         return self.transport or dtype if dtype == torch.float32 else dtype
+
+    @property
+    def addable(self) -> list[torch.dtype]:
+        """The dtypes that torch can add; parameters of the others (int8, float8) are frozen."""
+        return [dtype for dtype in self.sizes if is_addable(dtype)]
 
     def stretches(self, numbers: Collection[int]) -> Iterator[tuple[torch.dtype, slice]]:
         """The parts of the buffers that hold these parameters, adjacent ones joined."""
@@ -85,6 +94,11 @@ class Layout:
                 if wanted:
                     found = [slot for _, slot in group]
                     yield dtype, slice(found[0].offset, found[-1].offset + found[-1].numel)
+
+
+def is_addable(dtype: torch.dtype) -> bool:
+    """Whether gradients can have this dtype and be added up."""
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 # ---- different parameters that share memory -----------------------------------------------------

@@ -69,7 +69,8 @@ _IN_WORDS = {
 }
 
 
-_FIRST = 2  # 0: the activity, 1: number of beats, from here on: beats per activity
+# 0: the activity, 1: number of beats, 2: whether it waits, from here on: beats per activity
+_FIRST = 3
 _N_BYTES = 8 * (_FIRST + len(Doing))
 
 
@@ -95,6 +96,10 @@ class Heartbeat:
         numbers[1] += 1
         numbers[_FIRST + doing] += 1
 
+    def wait_for_mates(self, waits: bool) -> None:
+        """The worker waits, or no longer does, for others of its host, without the server."""
+        self._numbers[2] = waits
+
     def fail(self) -> None:
         """The worker's code has raised; keep the activity in which it did."""
         self.failed_in = self.failed_in or self.where
@@ -119,6 +124,11 @@ class Heartbeat:
     def beats(self) -> int:
         """Number of beats so far."""
         return self._numbers[1]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the worker waits for others of its host."""
+        return bool(self._numbers[2])
 
     def begun(self, doing: Doing) -> int:
         """How often the worker has begun this activity."""

@@ -121,7 +121,8 @@ _USUAL_S = 1.0  # between looks
 _AGAIN_S = 0.1  # between looks while a worker writes its stacks
 _STACKS_S = 2.0  # for the worker to begin to write its stacks
 _DEBUGGER = re.compile(
-    r'File "[^"]*(?:[/\\](?:pdb|bdb|ipdb|pudb|code|pdbpp)\.py|pydevd|debugpy|remote_pdb)[^"]*"'
+    r'File "[^"]*(?:[/\\](?:pdb|bdb|ipdb|pudb|pdbpp)\.py|[/\\]python3\.\d+t?[/\\]code\.py'
+    r'|pydevd|debugpy|remote_pdb)[^"]*"'
 )
 
 
@@ -186,6 +187,7 @@ class Watchdog:
         self._detector = None if patience is None else HangDetector(patience)
         self._say, self._also, self._cpu_waits = say, also, CpuWaits()
         self._questions: dict[int, _Question] = {}
+        self._somebody_goes_on = True  # at this look, one worker waits for nobody
 
     def look(self, now_s: float, workers: Sequence[Watched]) -> None:
         """Look at the running ``workers``; kill one that hangs."""
@@ -195,7 +197,8 @@ class Watchdog:
         if self._detector is None:
             return
         present = {each.number: each for each in workers}
-        signs = {number: _sign(each) for number, each in present.items()}
+        self._somebody_goes_on = not all(_waits(each) for each in workers)
+        signs = {number: self._sign(each) for number, each in present.items()}
         self._cpu_waits.forget({each.pid for each in workers})
         starved_s = {n: self._cpu_waits.since(each.pid) for n, each in present.items()}
         for silent in self._detector.look(now_s, signs, starved_s):
@@ -211,17 +214,22 @@ class Watchdog:
         if self._also is not None:
             self._also.conclude()
 
+    def _sign(self, worker: Watched) -> Sign:
+        """Who waits for others of its host does not hang, unless none of them goes on."""
+        waits = _waits(worker) if self._somebody_goes_on else bool(worker.asked)
+        return Sign.of(worker.pid, waits, worker.heard, worker.heartbeat)
+
     def _ask(self, worker: Watched, silent: Silent, now_s: float) -> None:
         worker.heartbeat.forget_stacks()
         asked = _ask_for_stacks(worker.pid)
         until_s = now_s + (_STACKS_S if asked else 0.0)
-        self._questions[silent.worker] = _Question(silent, _sign(worker), until_s)
+        self._questions[silent.worker] = _Question(silent, self._sign(worker), until_s)
 
     def _listen(
         self, worker: Watched | None, question: _Question, workers: Sequence[Watched], now_s: float
     ) -> None:
         """Warn or kill once the stacks are complete, or the time to write them is over."""
-        if worker is None or _sign(worker) != question.sign:
+        if worker is None or self._sign(worker) != question.sign:
             del self._questions[question.silent.worker]  # it has ended, or continues
             return
         stacks = worker.heartbeat.stacks()
@@ -252,8 +260,8 @@ class Watchdog:
             )
 
 
-def _sign(worker: Watched) -> Sign:
-    return Sign.of(worker.pid, bool(worker.asked), worker.heard, worker.heartbeat)
+def _waits(worker: Watched) -> bool:
+    return bool(worker.asked) or worker.heartbeat.waits
 
 
 # ---- words --------------------------------------------------------------------------------------
@@ -280,8 +288,8 @@ def _waiting(number: int, workers: Iterable[Watched]) -> str:
     """The workers that wait meanwhile, and for which reply."""
     asked: dict[str, list[str]] = {}
     for each in workers:
-        if each.number != number and each.asked:
-            asked.setdefault(each.asked, []).append(str(each.number))
+        if each.number != number and _waits(each):
+            asked.setdefault(each.asked or "others of its host", []).append(str(each.number))
     parts = [
         f"worker{'s' * (len(who) > 1)} {', '.join(who)} wait{'s' * (len(who) == 1)} for {what}"
         for what, who in asked.items()

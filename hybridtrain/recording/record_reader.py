@@ -74,7 +74,7 @@ _HEADER = {
     "steps?": Annotated[int, Range(1, 2**31)],
     **dict.fromkeys(("threads", "server_threads"), _Threads),
     **dict.fromkeys(("policy", "correction?", "exchange?", "update?"), str),
-    "requirements": {"parameters": str},
+    "requirements": {"parameters": str, "together?": Count},
     "versions": {EACH: str},
     "code": {EACH: str},
     "about": _ABOUT,
@@ -151,13 +151,19 @@ def service_times(run: str | Path) -> dict[int, list[float]]:
         run: a run's directory, or its record.
 
     Raises:
-        UserError: if there is no record, or a worker has pushed nothing.
+        UserError: if there is no record, a worker has pushed nothing, or workers of a host have
+            acted as one (``inside``).
     """
     return batch_times(read_record(find_record(Path(run))))
 
 
 def batch_times(record: Record) -> dict[int, list[float]]:
     """:func:`service_times` of a record that has been read."""
+    if record.header["requirements"].get("together", 1) > 1:
+        raise UserError(
+            f"{record.path}: the run had inside, under which workers of a host meet without the "
+            "server, and its record says nothing of that; give a run without inside"
+        )
     pushes, size = record.of_kind("Push"), batch_size_of(record)
     found = {}
     for worker in range(record.n_workers):

@@ -105,9 +105,10 @@ class History:
         path = self.folder / HISTORY_FILE
         body = path.read_text("utf-8").partition("\n")[2] if self._columns else ""
         new = [x for x in (*ALWAYS, *names) if x not in self._columns]
-        self._columns += dict.fromkeys(new)
+        columns = [*self._columns, *dict.fromkeys(new)]
         filled = body.replace("\n", "," * len(new) + "\n")
-        write_whole(path, (_line(self._columns) + filled).encode())
+        write_whole(path, (_line(columns) + filled).encode())
+        self._columns = columns  # the file has them: a full disk may have room again later
 
 
 def _both(before: Mapping[str, float], row: Mapping[str, float]) -> dict[str, float]:

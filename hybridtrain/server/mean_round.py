@@ -146,7 +146,7 @@ def average(
         return Averaged(_merge_by_rule(rule, asked, shares, store))
     if any(asked[worker].row.packed for worker in shares):
         return Averaged(missing, _average_one_by_one(asked, shares, store))
-    for dtype in store.means:
+    for dtype in store.layout.addable:
         _average_rows(shares, store, dtype, pool)
     return Averaged(missing)
 

@@ -256,7 +256,8 @@ class Schedule:
         chance = random.Random(repr(stream)).random()
         if fault.rate == 1:
             return 1
-        return 1 + int(math.log(1 - chance) / math.log(1 - fault.rate))
+        occasions = math.log1p(-chance) / math.log1p(-fault.rate)
+        return 1 + int(min(occasions, sys.maxsize))
 
     def has(self, *phases: str) -> bool:
         """Whether a fault may happen in one of these phases."""

@@ -40,6 +40,7 @@ class HostGroup:
         self._pool = Pool(workers * torch.get_num_threads())  # the others wait meanwhile
         slots = store.layout.slots
         self._round = HostRound(store.protocol_words, workers, len(slots), store.arena.fd)
+        self._waited_s = 0.0
         self._weight = 0.0  # of all gradients in the mean that has not been stepped with
         self.means = [store.mean(slot) for slot in slots]
 
@@ -81,14 +82,25 @@ class HostGroup:
         number, bells = self._round.come(self._place, weight, brings, make), self._client.bells
         if self._round.is_made(number) and bells is not None:
             bells.ring()
-        patient_until_s = time.monotonic() + _PATIENCE_S
-        while not self._round.is_made(number):
-            self._client.check_stop()
-            if time.monotonic() > patient_until_s:
-                patient_until_s = float("inf")
-                self._client.note(StillWaits())
-            time.sleep(_NAP_S) if bells is None else bells.wait(_PATIENCE_S)
+        came_s = time.monotonic()
+        patient_until_s = came_s + _PATIENCE_S
+        self._client.heartbeat.wait_for_mates(True)
+        try:
+            while not self._round.is_made(number):
+                self._client.check_stop()
+                if time.monotonic() > patient_until_s:
+                    patient_until_s = float("inf")
+                    self._client.note(StillWaits())
+                time.sleep(_NAP_S) if bells is None else bells.wait(_PATIENCE_S)
+        finally:
+            self._client.heartbeat.wait_for_mates(False)
+            self._waited_s += time.monotonic() - came_s
         return self._round.total
+
+    def pop_waited_s(self) -> float:
+        """How long this worker has waited for the others since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
 
 def group_of(client: Client, store: Store, workers: int) -> HostGroup | None:

@@ -10,6 +10,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Leaving, LocalExchange, evaluates
+from hybridtrain.memory.layout import is_addable
 from hybridtrain.updates.groups import needs_closure, puts_off
 from hybridtrain.updates.kernels.choice import own_step
 from hybridtrain.util.option_types import as_typed
@@ -41,7 +42,8 @@ class LocalSteps:
         workers: how many train.
 
     Raises:
-        UserError: if the optimizer evaluates its closure several times in a step.
+        UserError: if the optimizer evaluates its closure several times in a step, or has a
+            parameter that cannot be trained.
     """
 
     def __init__(
@@ -54,12 +56,7 @@ class LocalSteps:
         worker: int,
         workers: int,
     ) -> None:
-        if needs_closure(optimizer) and not evaluates(exchange):
-            raise UserError(
-                f"{type(optimizer).__name__} was given with exchange={as_typed(exchange)}, but it "
-                "evaluates its closure several times in a step, and a worker's own step has one "
-                "gradient; use SGD or Adam, or exchange=gradient with policy=hybrid"
-            )
+        _check(optimizer, source.masters(numbers), exchange)
         self._optimizer, self._numbers, self._source = optimizer, numbers, source
         self.exchange = deepcopy(exchange)
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -114,6 +111,25 @@ class LocalSteps:
         """The release has brought the newest masters; perhaps something follows."""
         with torch.no_grad():
             return self.exchange.take(self, self.masters)
+
+
+def _check(
+    optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], exchange: LocalExchange
+) -> None:
+    if needs_closure(optimizer) and not evaluates(exchange):
+        raise UserError(
+            f"{type(optimizer).__name__} was given with exchange={as_typed(exchange)}, but it "
+            "evaluates its closure several times in a step, and a worker's own step has one "
+            "gradient; use SGD or Adam, or exchange=gradient with policy=hybrid"
+        )
+    for master in masters:
+        if not is_addable(master.dtype):
+            raise UserError(
+                f"{type(optimizer).__name__} was given a parameter of {master.dtype} with "
+                f"exchange={as_typed(exchange)}, which adds up how far parameters move; "
+                "leave it out of the optimizer: [p for p in self.parameters() if "
+                "p.requires_grad]"
+            )
 
 
 class _Brought(Sequence[torch.Tensor]):

@@ -36,6 +36,7 @@ from hybridtrain.cli.validation.config_checks import (
     check_config,
 )
 from hybridtrain.cli.validation.target_checks import check_targets
+from hybridtrain.errors import UserError
 from hybridtrain.exchanges import exchange_of, make_exchange
 from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.registration import NAMES
@@ -263,6 +264,17 @@ def test_how_often_and_how_it_is_encoded_may_be_said_in_every_form(name: str, gi
     cfg = compose_config(overrides)
     check_config(cfg, overrides)
     make_exchange(plain(cfg.strategy.exchange))
+
+
+@pytest.mark.parametrize(
+    "given", ["strategy=backup strategy.policy.k=4", "faults=[{worker:3,step:1,kind:kill}]"]
+)
+def test_workers_of_all_hosts_count(given: str) -> None:
+    overrides = ["trainer.devices=2", *given.split(), "++run_dir=somewhere"]
+    with pytest.raises(UserError):
+        check_config(compose_config(overrides), overrides)
+    overrides.append("trainer.num_nodes=2")
+    check_config(compose_config(overrides), overrides)
 
 
 @pytest.mark.parametrize("name", groups()["optimizer"])

@@ -131,9 +131,31 @@ def test_a_gpu_that_torch_cannot_use(
 def test_more_devices_than_there_are(ask: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "gpus", lambda: [Gpu(80 << 30, 9)])
     monkeypatch.setattr(doctor.torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     result = ask(*TINY, "trainer.accelerator=gpu", "trainer.devices=4")
     assert line(result, "GPUs").startswith("bad") and result.code == 1
     assert "trainer.devices=4 was given; give 1" in result.out
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "said"),
+    [
+        ("2", "2", "give 1, or workers_per_device"),
+        ("0,1", "[0,2]", "give numbers from 0 to 1"),
+        ("0,7,1", "2", "shows 1"),  # nothing counts from an unknown one on
+        ("", "1", "shows 0 (CUDA 13.0): trainer.accelerator=cpu"),
+        ("MIG-1,MIG-2", "2", ""),
+    ],
+)
+def test_devices_that_cuda_does_not_show(
+    ask: Doctor, monkeypatch: pytest.MonkeyPatch, visible: str, devices: str, said: str
+) -> None:
+    monkeypatch.setattr(doctor, "gpus", lambda: [Gpu(80 << 30, 9)] * 4)
+    monkeypatch.setattr(doctor.torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    result = ask(*TINY, "trainer.accelerator=gpu", f"trainer.devices={devices}")
+    assert line(result, "GPUs").startswith("bad" if said else "ok")
+    assert said in line(result, "GPUs") and result.code == bool(said)
 
 
 def test_a_doctor_and_a_training_are_two_commands() -> None:

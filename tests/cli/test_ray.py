@@ -145,7 +145,9 @@ def test_bad_input_is_one_line(
     sys.modules["ray"].cluster_resources.return_value = {}  # type: ignore[attr-defined]
     if given == ["trainer.num_nodes=2"]:
         sys.modules["ray"].init.side_effect = ConnectionError  # type: ignore[attr-defined]
+    before = signal.getsignal(signal.SIGTERM)
     assert engine.main(["task=digits", *given]) == 2
+    assert signal.getsignal(signal.SIGTERM) is before
     assert match in capfd.readouterr().err
 
 

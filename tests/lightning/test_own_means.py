@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from hybridtrain.lightning.collectives import Collectives
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 
@@ -38,3 +40,12 @@ def test_what_is_logged_on_epoch_level_without_sync_dist_is_named_once(
     found = [name for name in ("train/mean", "val/own", "val/first", "val/loss") if name in said]
     assert found == ([] if workers == 1 else ["train/mean", "val/own"])
     assert said.count("recommended to use") == len(found)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "mean"), [(1 + 2j, 3 + 4j, 2 + 3j), (1, 2, 1.5), (True, False, 0.5)]
+)
+def test_a_mean_has_the_dtype_that_it_needs(mine: Any, theirs: Any, mean: Any) -> None:
+    client = Mock(gather=lambda tag, item: [item, torch.tensor([theirs])])
+    reduced = Collectives(client).reduce(torch.tensor([mine]), "mean")
+    assert reduced.tolist() == [mean]  # type: ignore[attr-defined]

@@ -103,6 +103,7 @@ OTHERS = {
     ("lightning/failover/lost_samples.py", "fetched"): "a count of mini-batches",
     ("lightning/failover/lost_samples.py", "is_last_batch"): "a value of Lightning's progress",
     ("lightning/fault_injection/in_worker.py", "_step"): "of our rounds",
+    ("lightning/fault_injection/in_worker.py", "step"): "of our count of gradients",
     ("lightning/fault_injection/in_worker.py", "training_step"): "of our session",
     ("lightning/launcher.py", "loggers"): "of our job",
     ("lightning/participation/absent_steps.py", "is_last_batch"): "a value of progress",

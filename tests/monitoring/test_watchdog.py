@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import code
 import ctypes
 import os
 import pdb
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.monitoring.hang_detector import Doing, HangTimeout, Heartbeat, heartbeat_file
-from hybridtrain.monitoring.watchdog import CpuWaits, Watchdog
+from hybridtrain.monitoring.watchdog import CpuWaits, Watchdog, _excuse
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.messages import Gather, Gone, Push, Released, Stop
 from hybridtrain.server.server import Server
@@ -157,6 +158,15 @@ def test_a_worker_in_a_debugger_is_waited_for() -> None:
         os.close(reads)
         os.close(writes)
     assert said == ["worker 1 stands in a debugger; it is waited for"]
+
+
+@pytest.mark.parametrize(
+    ("file", "excused"),
+    [(code.__file__, True), (pdb.__file__, True), ("/home/me/code.py", False)],
+)
+def test_only_pythons_own_console_counts_as_a_debugger(file: str, excused: bool) -> None:
+    stacks = f'  File "/home/me/train.py", line 1 in fit\n  File "{file}", line 1 in run'
+    assert (_excuse(os.getpid(), stacks) is not None) == excused
 
 
 def test_a_worker_that_has_done_its_job_and_does_not_leave_is_killed_and_its_result_counts() -> (

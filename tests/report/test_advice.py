@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ def recorded(
     epoch: int = 20,  # rounds
     size_bytes: int = 0,
     fetches: bool = False,  # in the middle of each mini-batch
+    requirements: Mapping[str, Any] | None = None,
     **strategy: Any,
 ) -> dict[str, Any]:
     """Write the record of a run in lock-step, with these times; returns its statistics."""
@@ -44,6 +45,7 @@ def recorded(
     told = header(len(seconds)) | {"about": {**about, "run_dir": "/"}}
     if isinstance(own := strategy.get("exchange"), dict) and "every" in own:
         told |= {"steps": own["every"], "requirements": {"parameters": "own"}}
+    told |= {} if requirements is None else {"requirements": requirements}
     path.mkdir(exist_ok=True)
     writer, now_s = Writer(path / "record.bin", KINDS), 100.0
     writer.tell({"header": told})
@@ -175,6 +177,13 @@ def test_a_run_is_observed_with_its_epochs_updates_and_sizes(tmp_path: Path) -> 
     recorded(tmp_path / "other", [1.0, 2.0], sizes=(32, 8))
     with pytest.raises(UserError, match="mini-batches of 8, 32 samples were recorded"):
         observe(tmp_path / "other")
+
+
+def test_a_run_whose_workers_met_inside_a_host_cannot_be_observed(tmp_path: Path) -> None:
+    recorded(tmp_path, [1.0, 2.0], requirements={"parameters": "own", "together": 2})
+    for read in (observe, service_times):
+        with pytest.raises(UserError, match=r"the run had inside, .*give a run without inside"):
+            read(tmp_path)
 
 
 def test_a_run_whose_workers_train_on_their_own_is_observed_by_mini_batch(tmp_path: Path) -> None:

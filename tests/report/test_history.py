@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,6 +28,23 @@ def test_a_metric_that_turns_up_late_gets_a_column_and_the_rows_before_stay(tmp_
     assert course.points("wall_s", "train_loss") == ([1.5], [1.25])
     assert course.points("samples", "val/a, b ") == ([24], [0.125])
     assert [x.name for x in tmp_path.iterdir()] == [HISTORY_FILE]
+
+
+def test_a_disk_that_was_full_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(tmp_path)
+    for n, more in enumerate([{}, {"val/a": 0.5}, {"val/b": 0.5}]):
+        late = row(n + 0.5, samples=n, **more)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+            patch.setattr(
+                "hybridtrain.report.history.write_whole", Mock(side_effect=OSError("full"))
+            )
+            history.add(late)
+        history.add(late)
+    course = read_history(tmp_path)
+    assert course.bad == 0 and course.metrics == ["val/a", "val/b"]
+    assert course.columns["samples"] == [0, 1, 2]
 
 
 def test_rows_come_ever_more_seldom() -> None:

@@ -107,6 +107,7 @@ def test_random_faults_have_their_rate_and_come_again_with_their_seed() -> None:
     assert occasions(0.05, 0) != occasions(0.05, 1), "each worker draws by itself"
     assert occasions(0.05, 0) != occasions(0.05, 0, seed=1)
     assert occasions(1, 0, n=5) == [0, 1, 2, 3, 4]
+    assert occasions(1e-17, 0, n=5) == occasions(5e-324, 0, n=5) == []
 
 
 def test_a_life_that_follows_a_death_does_not_die_at_the_same_occasion_again() -> None:

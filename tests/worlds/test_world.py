@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -170,6 +171,17 @@ def test_signals_wake_what_they_have_woken_before() -> None:
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.set_wakeup_fd(before)
+
+
+def test_a_handler_that_python_does_not_know_becomes_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_ = Mock(return_value=None)  # as signal.signal returns it where another language has set it
+    monkeypatch.setattr(signal, "signal", set_)
+    with selectors.DefaultSelector() as selector, caught_signals([], selector):
+        pass
+    assert call(signal.SIGTERM, signal.SIG_DFL) in set_.mock_calls
+    assert call(signal.SIGTERM, None) not in set_.mock_calls
 
 
 def test_a_group_of_exceptions_arrives_whole() -> None:

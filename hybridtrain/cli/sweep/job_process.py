@@ -30,7 +30,7 @@ from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interru
 from hybridtrain.cli.quiet import hush
 from hybridtrain.util.anonymous_files import anonymous_descriptor
 from hybridtrain.util.files import flush_output
-from hybridtrain.worlds.local.signals import ending_signals
+from hybridtrain.worlds.local.signals import ending_signals, restore
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
 REPORTS = "HYBRIDTRAIN_REPORTS"  # the job's mailbox, if the sweep listens
@@ -264,5 +264,4 @@ def passing_on(running: Iterable[JobProcess]) -> Iterator[list[int]]:
     finally:
         for job in running:
             job.send(signal.SIGKILL)
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        restore(before)

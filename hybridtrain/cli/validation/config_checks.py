@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridtrain.cli import config_values
 from hybridtrain.cli.explain import STRATEGY, base_config
+from hybridtrain.cli.further_host import number_of_hosts
 from hybridtrain.errors import UserError
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS, INSIDE
 from hybridtrain.options.strategy_arguments import checked
@@ -271,7 +272,7 @@ def _check_together(given: Mapping[str, Any]) -> None:
     if not isinstance(devices, int | list) or strategy.get("_target_") != STRATEGY:
         return
     n_devices = len(devices) if isinstance(devices, list) else devices
-    n_workers = n_devices * strategy.get("workers_per_device", 1)
+    n_workers = n_devices * strategy.get("workers_per_device", 1) * number_of_hosts(given)
     make_policy(strategy.get("policy", "hybrid")).begin(n_workers)
     check_workers(read_faults(strategy.get("faults")), n_workers)
 

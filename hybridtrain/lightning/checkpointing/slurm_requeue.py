@@ -22,6 +22,7 @@ from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint, requeue_slurm_job
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.util.anonymous_files import SharedBytes
+from hybridtrain.worlds.local.signals import restore
 
 _ASKED, _DONE = 0, 1  # bytes of the shared memory; counts modulo 256
 
@@ -59,7 +60,7 @@ def warnings_noted(trainer: Any) -> Iterator[Warned | None]:
     try:
         yield warned
     finally:
-        signal.signal(number, former)
+        restore({number: former})
         warned.shared.close()
 
 

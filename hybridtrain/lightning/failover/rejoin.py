@@ -40,6 +40,7 @@ from hybridtrain.memory.store import checksum
 from hybridtrain.protocol.messages import Progress
 from hybridtrain.protocol.spans import split, total
 from hybridtrain.training.samplers import EpochSampler
+from hybridtrain.training.step.shared_buffers import lies_apart
 from hybridtrain.util.generators import look, put
 from hybridtrain.worker.client import Client
 
@@ -308,9 +309,10 @@ class Rejoin:
             path, _, last = name.rpartition(".")
             buffers = self._trainer.lightning_module.get_submodule(path)._buffers
             mine = buffers.get(last)
-            if mine is not None and mine.shape == value.shape and mine.dtype == value.dtype:
+            fits = mine is not None and mine.shape == value.shape and mine.dtype == value.dtype
+            if mine is not None and fits and lies_apart(mine):
                 mine.copy_(value)
-            else:
+            else:  # also an expanded one, which stays as the others have it
                 buffers[last] = value.to(self._trainer.lightning_module.device)
 
     def begin(self, pages: RngMailbox | None) -> None:

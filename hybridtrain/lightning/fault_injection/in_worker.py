@@ -199,12 +199,16 @@ class Injection(pl.Callback):
         self._began_s = 0.0  # start of this step
         self._factor = 1.0  # of the next loss
         self._slow: tuple[float, float] = (1.0, 0)  # slowdown, until which step
+        self._own = False  # the worker makes several steps between two exchanges
         fault_log.reach(client.worker, self._step, os.getpid())
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
         """All objects to be wrapped exist now."""
         context = context_of(trainer)
-        self._wrap_computing(context.session)
+        session: Any = context.session
+        self._wrap_computing(session)
+        if session.has_own_parameters:
+            self._wrap_own_steps(session._gathered)
         self._wrap_exchange()
         before(Point.TEARDOWN, context, self.tear_down)
         if not self._schedule.has("checkpoint"):
@@ -244,14 +248,25 @@ class Injection(pl.Callback):
 
         session.training_step, session.scaled = computing, poisoned
 
+    def _wrap_own_steps(self, gathered: Any) -> None:
+        step, self._own = gathered.step, True
+
+        def counting() -> None:
+            self._dawdle()
+            step()
+            self._advance()
+
+        gathered.step = counting
+
     def _wrap_exchange(self) -> None:
         offer, make = self._client.offer, self._client.make
 
         def offering(
             push: Push, then: Taking, undo: Undoing | None = None, settles: bool = True
         ) -> None:
-            self._dawdle()
-            self._visit("push")
+            if not self._own:
+                self._dawdle()
+            self._visit("push", self._step - self._own)
 
             def take(released: Any) -> object:
                 self._count()
@@ -269,10 +284,15 @@ class Injection(pl.Callback):
         self._client.offer = offering  # type: ignore[method-assign]
         self._client.make = making  # type: ignore[method-assign]
 
-    def _count(self) -> None:
+    def _advance(self) -> None:
         """The step has been made."""
         self._step += 1
         self._fault_log.reach(self._client.worker, self._step, os.getpid())
+
+    def _count(self) -> None:
+        """What the worker has handed over is in the masters; its own steps count by themselves."""
+        if not self._own:
+            self._advance()
         self._visit("pull", self._step - 1)
 
     def _half_written(self, write: Callable[..., bool]) -> Callable[..., bool]:

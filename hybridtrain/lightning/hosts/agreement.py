@@ -28,6 +28,7 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.memory.store import checksum
 from hybridtrain.options.strategy_arguments import LightningArguments
+from hybridtrain.training.step.shared_buffers import kept, put
 from hybridtrain.util.option_types import hints
 
 if TYPE_CHECKING:
@@ -165,11 +166,15 @@ def share_buffers(module: nn.Module, client: Client) -> None:
 
     For workers that do not share them in memory.
     """
-    mine = [each for each in module.buffers() if not is_lazy(each)]
+    mine = [
+        (each, each.buffer)
+        for each in kept(module, copies=False).values()
+        if each.buffer is not None and not is_lazy(each.buffer)
+    ]
     if mine:
-        theirs = [each.cpu() for each in mine] if client.is_leader else []
-        for buffer, value in zip(mine, client.gather("buffers", theirs)[0], strict=True):
-            buffer.copy_(value)
+        theirs = [buffer.cpu() for _, buffer in mine] if client.is_leader else []
+        for (each, _), value in zip(mine, client.gather("buffers", theirs)[0], strict=True):
+            put(each.buffers, each.name, value)
 
 
 @contextmanager

@@ -315,22 +315,23 @@ def check_startup(
     strategy: HybridStrategy, start_method: str, threads: int, cores: int, job: Any
 ) -> None:
     """Run all checks; raises UserError where the run is impossible."""
-    module, n_workers = job.trainer.lightning_module, strategy.world_size
+    module, here = job.trainer.lightning_module, strategy.local_workers
+    known = here if strategy.place.host else strategy.world_size  # host 0 has the rows of all
     on_device = strategy.root_device.type in KINDS
     if job.trainer.state.fn == "fit":
         copies = int(strategy.requirements.has_copies and not on_device)
-        check_memory(module, n_workers, copies)
+        check_memory(module, known, copies)
     if on_device:
         check_device_memory(module, strategy.workers_per_device)
         check_devices(strategy)
     else:
-        check_threads(strategy.local_workers, threads, cores, strategy.threads_per_worker == "auto")
-    check_descriptors(n_workers)
+        check_threads(here, threads, cores, strategy.threads_per_worker == "auto")
+    check_descriptors(known)
     check_spawning(strategy.start_method, start_method)
     named = job.named()
     check_whole(named.get("ckpt_path"))
     load = check_sending(start_method, job, named)
-    check_load(load, n_workers, start_method, named)
+    check_load(load, here, start_method, named)
 
 
 # ---- memory --------------------------------------------------------------------------------------

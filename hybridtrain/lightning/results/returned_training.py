@@ -35,6 +35,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 from hybridtrain.lightning.hooks.trainer_hooks import attach_data
 from hybridtrain.lightning.results.callback_state import ModuleState, give_to_module, of_module
 from hybridtrain.lightning.run_context import context_of
+from hybridtrain.training.step.shared_buffers import lies_apart
 
 
 @dataclass(frozen=True)
@@ -171,12 +172,17 @@ def _take_buffers(
     for path, theirs in buffers.items():
         owner, _, name = path.rpartition(".")
         mine = here.get(path)
-        if mine is not None and (is_lazy(mine) or mine.shape == theirs.shape):
+        if mine is not None and (is_lazy(mine) or _fits(mine, theirs)):
             if path not in weights:
                 mine.copy_(theirs)
         elif owner in layers:
             with suppress(KeyError):  # an attribute of that name is no buffer here
                 layers[owner].register_buffer(name, theirs.clone(), persistent=path in weights)
+
+
+def _fits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether the one can be written into the other; an expanded one has one place for many."""
+    return mine.shape == theirs.shape and lies_apart(mine)
 
 
 def _configure(trainer: pl.Trainer, before: ModuleState) -> Exception | None:

@@ -75,8 +75,11 @@ class SavedStates:
             if not states or not step.own_state():
                 continue
             tell_what_is_dropped(states, self._client.n_workers)
-            known = states[min(states)]["exchange"]
-            saver = {"exchange": {key: part for key, part in known.items() if key not in OWN}}
+            known = states[min(states)]
+            exchange = {key: part for key, part in known["exchange"].items() if key not in OWN}
+            saver: dict[str, Any] = {"exchange": exchange}
+            if "means" in known:  # all count alike the steps since then; this one has made none
+                saver["means"] = known["means"][0], 0.0
             step.load_own_state(states.get(self._like, saver))
 
     # ---- into -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Await, Leaving, LocalExchange, Offer
 from hybridtrain.profiling import Phase
 from hybridtrain.protocol.messages import Changes, ExchangePush, Released, Row
@@ -39,6 +40,11 @@ class LocalStep(WorkerStep):
     ) -> None:
         super().__init__(optimizer, number, parts)
         client, wants = parts.client, parts.requirements
+        if wants.means_gradients and isinstance(optimizer, torch.optim.SparseAdam):
+            raise UserError(
+                "SparseAdam was given with inside=hybrid, but it takes no dense gradients, as the "
+                "mean of a host's workers is; use Adam, SGD or Adagrad, or inside=local_sgd"
+            )
         place, self._own, self._group = (client.worker, client.n_workers), replica, group
         self._used = 0.0  # samples of this worker since its last offer, in a group
         # By how much the weights of the steps since then exceed their samples.
@@ -124,6 +130,7 @@ class LocalStep(WorkerStep):
             samples=samples,
             fault=self._guard.pop_fault(),
             loss=as_float(self._loss) if offer.loss is None else offer.loss,
+            waited_s=0.0 if self._group is None else self._group.pop_waited_s(),
             fetch=offer.fetch,
             later=offer.later,
             invites=invites,

@@ -245,7 +245,8 @@ class Relay:
         first, total = next(iter(held)), sum(push.weight for push in held.values())
         shares = [push.weight / total for push in held.values()]
         self.connection.send_rows(self._state(store))
-        for dtype, size in store.layout.sizes.items():
+        for dtype in store.layout.addable:
+            size = store.layout.sizes[dtype]
             rows = [store.gradients[number][dtype] for number in held]
             for start in range(0, size, _PIECE):
                 stop = min(start + _PIECE, size)

@@ -6,7 +6,7 @@ import os
 import selectors
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,12 @@ def ending_signals() -> list[int]:
     """Signals that end a run; SIGHUP (closed terminal) unless it is ignored (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+def restore(handlers: Mapping[int, Any]) -> None:
+    """Set handlers that ``signal.signal`` has returned; the default for one not set from Python."""
+    for signum, handler in handlers.items():
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 class Interrupted(BaseException):
@@ -58,8 +64,7 @@ def caught_signals(caught: list[int], selector: selectors.BaseSelector) -> Itera
     try:
         yield
     finally:
-        for signum, handler in former.items():
-            signal.signal(signum, handler)
+        restore(former)
         signal.set_wakeup_fd(wakeup)
         os.close(read_fd)
         os.close(write_fd)

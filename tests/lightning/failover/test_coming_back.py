@@ -164,7 +164,7 @@ class Cached(Regression):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.register_buffer("mask", torch.ones(1).expand(4), persistent=False)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
         self.folder, self.extra = folder, 0
 

@@ -33,7 +33,7 @@ STEP = 3
 
 def train(*faults: dict[str, Any], policy: str = "hybrid", **options: Any) -> tuple[Any, Any]:
     """Two workers, two epochs of six steps; a validation and a checkpoint after each."""
-    ours = ("on_oom", "on_nonfinite", "checkpoint", "hang_timeout_s")
+    ours = ("exchange", "on_oom", "on_nonfinite", "checkpoint", "hang_timeout_s")
     mine = {name: options.pop(name) for name in ours if name in options}
     strategy = HybridStrategy(policy, faults=[{"worker": 1, **each} for each in faults], **mine)
     pl.seed_everything(7, verbose=False)
@@ -130,6 +130,16 @@ def test_a_slow_worker_computes_the_same() -> None:
     slow, _ = train({"step": 2, "kind": "slow", "factor": 1.5})
     assert torch.equal(flat(straight), flat(slow))
     assert told() == [("slow", "compute", 1, 1)]
+
+
+@pytest.mark.parametrize(("phase", "happens"), [("compute", 7), ("push", 9), ("pull", 9)])
+def test_steps_between_two_exchanges_are_steps(
+    phase: str, happens: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    every_4 = {"name": "movement", "every": 4}
+    with pytest.raises(InjectedFault):
+        train({"step": 7, "kind": "exception", "phase": phase}, exchange=every_4)
+    assert f"faults: exception, worker 1, step {happens}, in {phase}" in capfd.readouterr().err
 
 
 def test_random_faults_strike_whoever_they_are_drawn_for() -> None:

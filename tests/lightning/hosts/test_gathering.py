@@ -39,6 +39,7 @@ class Net(pl.LightningModule):
         self.body = torch.nn.Linear(8, 300)
         self.heads = torch.nn.ModuleList(torch.nn.Linear(300, 1) for _ in range(2))
         self.register_buffer("drawn", torch.randn(5))
+        self.register_buffer("spread", torch.randn(1).expand(5), persistent=False)
         self.register_buffer("order", torch.randperm(50), persistent=False)
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:

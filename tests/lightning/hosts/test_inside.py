@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
+from hybridtrain.monitoring.hang_detector import Doing
 from tests.lightning.hosts.test_two_hosts import Slowly, kill_when_training
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default
@@ -114,6 +116,7 @@ def train(
         "samples": stats.get("samples"),
         "updates": stats.get("updates"),
         "hosts": stats.get("hosts"),
+        "waiting": stats.get("waiting_share"),
     }
 
 
@@ -313,6 +316,24 @@ def test_the_wish_of_one_worker_to_stop_is_all_workers(tmp_path: Path) -> None:
     assert 3 < two["step"] < 14
 
 
+class Lags(pl.Callback):
+    """Worker 1 is busy for a while, and shows it."""
+
+    def on_train_batch_start(self, trainer: Any, _: Any, __: Any, number: int) -> None:
+        client = trainer.strategy.client
+        for _ in range(6 if (client.worker, number) == (1, 3) else 0):
+            client.heartbeat.beat(Doing.BETWEEN)
+            time.sleep(0.4)
+
+
+def test_a_worker_that_waits_for_another_one_of_its_host_neither_hangs_nor_computes(
+    tmp_path: Path,
+) -> None:
+    parts: dict[str, Any] = {"callbacks": (Lags,), "hang_timeout_s": 1.0}
+    found = one_host(tmp_path, 2, exchange=movement(4), inside="hybrid", epochs=1, **parts)
+    assert found["waiting"][0] > 0.5 > found["waiting"][1]
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 
@@ -331,6 +352,25 @@ def test_the_wish_of_one_worker_to_stop_is_all_workers(tmp_path: Path) -> None:
 def test_what_cannot_go_together_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         train(1, 2, **options)
+
+
+class Looks(Net):
+    """Steps the rows of a table."""
+
+    def __init__(self, _: bool) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 8, sparse=True).double()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((self.table(batch[0][:, 0].long().clamp(0, 8)), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.table.parameters())
+
+
+def test_an_optimizer_that_takes_no_dense_gradients_is_refused() -> None:
+    with pytest.raises(UserError, match=r"SparseAdam was given with inside=hybrid, .*use Adam"):
+        train(1, 2, movement(4), kind=Looks, inside="hybrid")
 
 
 def test_a_replay_is_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_host_hands_over_one_row_for_all_its_workers(tmp_path: Path) -> None:
     assert_equal(together[0].result, together[1].result)
     for name, value in apart[0].result["weights"].items():
         torch.testing.assert_close(together[0].result["weights"][name], value)
-    row = 4 * sum(each.numel() for each in Wide().parameters())
+    row = 4 * sum(each.numel() for each in Wide().net.parameters())
     for result, rows in ((apart, 2), (together, 1)):
         between, _ = result[0].result["hosts"]
         assert UPDATES * rows * row <= between["received"] < UPDATES * (rows + 0.5) * row
@@ -67,13 +67,18 @@ def test_a_host_hands_over_one_row_for_all_its_workers(tmp_path: Path) -> None:
 
 
 class Wide(Net):
-    """Large enough that rows are most of what travels."""
+    """Large enough that rows are most of what travels; with a frozen parameter of int8."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1)
         )
+        codes = torch.ones(4, dtype=torch.int8)
+        self.codes = torch.nn.Parameter(codes, requires_grad=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=self.rate)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hybridtrain import HybridStrategy
@@ -76,6 +77,16 @@ def test_parameters_that_do_not_fit_into_host_memory_are_refused(
     have(monkeypatch, available_bytes=4 * needed * MIB + MIB)
     with pytest.raises(AssertionError, match=NOTHING_STARTS), pytest.warns(match="such as Adam"):
         make_trainer(strategy, 3).fit(Large(), data)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_further_host_has_memory_for_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    for name, value in {"NODE_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 2345}.items():
+        monkeypatch.setenv(name, str(value))
+    have(monkeypatch, available_bytes=16 * MIB)
+    with pytest.raises(UserError, match=r"^16 MiB of host memory .* 3 workers"):
+        make_trainer("hybrid", 3, num_nodes=2).fit(Large(), DataLoader(regression_data()))
 
 
 class Table(Regression):

@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.callbacks import Timer
 from torch.utils.data import DataLoader
 
-from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 from tests.picking import by_default
 
 STRATEGIES = ("hybrid", "async", "synchronous", "hogwild", "local_sgd", "downpour")
@@ -203,3 +203,21 @@ def test_a_timer_ends_a_second_training_too() -> None:
     trainer.fit_loop.max_epochs = 500
     trainer.fit(Regression(), loader)
     assert timer.time_elapsed() >= 0.3 and trainer.current_epoch < 500
+
+
+class Spread(Regression):
+    """One number in many places, which torch cannot write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, persistent in (("saved", True), ("unsaved", False)):
+            self.register_buffer(name, torch.zeros(1).expand(5), persistent=persistent)
+
+    def on_train_epoch_end(self) -> None:
+        self.saved, self.unsaved = self.saved + 1, self.unsaved + 2
+
+
+def test_expanded_buffers_come_home() -> None:
+    module, _ = fit("hybrid", 2, 12, Spread, max_epochs=2)
+    assert module.saved.tolist() == [2.0] * 5
+    assert module.unsaved.tolist() == [4.0] * 5

@@ -184,3 +184,12 @@ def test_where_workers_run_freely_the_end_of_an_epoch_has_all(policy: Any, tmp_p
     assert set(saved["workers"]) == {0, 1}
     assert bool(saved["workers"][1]["parameters"]) == (policy == "async")
     fitted(tmp_path / "on", options, ckpt=tmp_path / "epoch=1.ckpt", policy=policy, callbacks=[])
+
+
+def test_a_group_goes_on_with_more_workers_between_two_of_its_means(tmp_path: Path) -> None:
+    """The new ones count the steps since the last mean as the others do, or all would wait."""
+    inside = {"name": "local_sgd", "every": 3}
+    options = {"exchange": {"name": "movement", "every": 4}, "inside": inside}
+    fitted(tmp_path, options, max_epochs=1)
+    more = fitted(tmp_path, options, workers=3, ckpt=tmp_path / "step=2.ckpt", max_epochs=1)
+    assert bool(flat(more).isfinite().all())

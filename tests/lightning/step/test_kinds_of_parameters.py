@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from hybridtrain.errors import UserError
 from tests.lightning.checkpointing.test_checkpoints import saved
 from tests.lightning.step.test_optimizers import fresh
 from tests.lightning.toys import Regression, distance, fit
@@ -104,3 +105,30 @@ def test_their_state_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
 def test_free_running_workers_have_them_too() -> None:
     trained, _ = fit("async", 2, 6, partial(Zoo, MAKES["Adam"]))
     assert all(bool(torch.isfinite(p).all()) for p in trained.parameters())
+
+
+class Quantized(Looking):
+    """With frozen parameters of dtypes that have no arithmetic; its optimizer has them, too."""
+
+    def __init__(self) -> None:
+        super().__init__(MAKES["SGD"])
+        for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn):
+            frozen = nn.Parameter(torch.ones(5).to(dtype), requires_grad=False)
+            self.register_parameter(str(dtype).replace(".", "_"), frozen)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """A hook, so that gradients are averaged first."""
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+def test_frozen_parameters_of_any_dtype_stay_as_they_are(strategy: str) -> None:
+    trained, _ = fit(strategy, 2, 6, Quantized)
+    assert distance(trained.net, Quantized().net) > 0
+    frozen = [p.float() for p in trained.parameters() if not p.requires_grad]
+    assert len(frozen) == 3
+    assert all(torch.equal(each, torch.ones(5)) for each in frozen)
+
+
+def test_they_cannot_move() -> None:
+    with pytest.raises(UserError, match=r"parameter of torch.int8 with exchange=.*leave it out"):
+        fit("local_sgd", 2, 6, Quantized)
