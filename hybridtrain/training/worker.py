@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Self, TypedDict
 
 import numpy as np
 import torch
@@ -486,6 +486,24 @@ class _Arrays(dict[str, Any]):
                 f"worker.model[{name!r}] was given another array, which no worker would see; write "
                 f"into the one that is there: worker.model[{name!r}][...] = ..."
             )
+
+    # Those of a dict write past ``__setitem__``.
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def __ior__(self, given: Any) -> Self:  # type: ignore[override, misc]
+        self.update(given)
+        return self
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        self[name] = self.get(name, default)
+        return self[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what has travelled, is a plain dict."""
+        return dict, (dict(self),)
 
 
 def _left_undone(epochs: Epochs, taken: Sequence[Taken]) -> str | None:

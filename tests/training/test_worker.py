@@ -653,13 +653,38 @@ def test_forked_workers_inherit_the_libraries_that_their_parent_has_found() -> N
     assert found == [_blas_libraries.cache_info().misses] * 2
 
 
-def test_a_replaced_array_is_refused() -> None:
+def _or_in_place(model: Any, given: Any) -> None:
+    model |= given
+
+
+@pytest.mark.parametrize(
+    ("replace", "name"),
+    [
+        (lambda model, given: model.__setitem__("w", given["w"]), "w"),
+        (lambda model, given: model.update(given), "w"),
+        (lambda model, given: model.update(**given), "w"),
+        (lambda model, given: model.setdefault("v", given["w"]), "v"),
+        (_or_in_place, "w"),
+    ],
+)
+def test_a_replaced_array_is_refused(replace: Any, name: str) -> None:
     def body(worker: Worker) -> None:
         worker.model["b"] += 1.0
-        worker.model["w"] = np.ones(4)
+        worker.model.update(worker.model)
+        replace(worker.model, {"w": np.ones(4)})
 
-    with pytest.raises(UserError, match=r"worker.model\['w'\] was given another array"):
+    with pytest.raises(UserError, match=rf"worker.model\['{name}'\] was given another array"):
         Server(weights(), optimizer=SGD).simulate(body)
+
+
+def _parameters(worker: Worker) -> Any:
+    deepcopy(worker.model)["w"] = 2.0
+    return worker.model
+
+
+def test_the_parameters_are_copied_and_returned_as_a_dict() -> None:
+    (found,) = Server(weights(), optimizer=SGD).run(_parameters)
+    assert type(found) is dict and found["w"].tolist() == [0.0] * 4
 
 
 def test_a_saved_run_that_is_not_finite_is_refused(tmp_path: Path) -> None:
