@@ -308,6 +308,12 @@ class Server(Scheme):
                 f"{given} with exchange={as_typed(self.exchange)}, which compares the losses of "
                 "passes over the same samples; give run(data=...), and leave drop_last out"
             )
+        if data is None and (self.requirements.takes_turns or self.requirements.asks):
+            raise UserError(
+                f"no data was given with policy={as_typed(self.policy)}, under which a worker may "
+                "have to wait before a mini-batch, and without data nobody knows where one begins; "
+                "give run(data=...), which may be a number of samples"
+            )
         if (check_tensors := getattr(self.exchange, "check_tensors", None)) is not None:
             check_tensors(sum(parameter.requires_grad for _, parameter in self._model.named))
         return Job(

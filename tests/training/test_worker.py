@@ -546,6 +546,11 @@ def test_data_keep_their_form() -> None:
             r"run has no option record; give it to Server\(...\)",
         ),
         (lambda: Server(X, optimizer=SGD).run(None), "body=None was given"),
+        (lambda: Server(X, "synchronous", optimizer=SGD).run(print), "no data was given with pol"),
+        (
+            lambda: Server(X, policy={"name": "async", "warm_start": 3}, optimizer=SGD).run(print),
+            r"no data was given with policy=\{name: async, warm_start: 3\}",
+        ),
         (lambda: Server(X, optimizer=SGD).run(descend, data=[]), "has no samples"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=(np.ones(2), [1, 2])), r"and \[1, 2\]"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=3.5), "data=3.5 was given"),
