@@ -117,7 +117,8 @@ class Server(Scheme):
         exchange = exchange_of(make_policy(given["policy"]), given["exchange"])  # type: ignore[typeddict-item]
         steps, update = _who_steps(exchange, optimizer, given["update"])
         self.choose_parts({**given, "update": update})
-        self._make, self._model = _maker(steps), Model(model)
+        self._model = Model(model)
+        self._make = _maker(steps, [p for _, p in self._model.named if p.requires_grad])
         self._model.check_finite(self._model.values, "the model")
         self._n_workers = 1
         self._serving: inner.Server | None = None  # during a run
@@ -458,8 +459,8 @@ def _who_steps(exchange: Exchange, optimizer: Any, update: Any) -> tuple[Any, An
     )
 
 
-def _maker(given: Any) -> MakeOptimizer:
-    """Makes the optimizer for a list of parameters.
+def _maker(given: Any, parameters: list[torch.nn.Parameter]) -> MakeOptimizer:
+    """Makes the optimizer for a list of parameters, such as these.
 
     Raises:
         UserError: if there is no such name or argument.
@@ -473,7 +474,7 @@ def _maker(given: Any) -> MakeOptimizer:
             f'Server(model, "sandblaster", update="{name}"), or another optimizer'
         )
     make = partial(_named, name, options)
-    make([torch.nn.Parameter(torch.zeros(1))])
+    make(parameters or [torch.nn.Parameter(torch.zeros(1))])
     return make
 
 

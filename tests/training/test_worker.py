@@ -149,6 +149,19 @@ def test_a_module_comes_to_the_bits_of_the_lightning_strategy(
         assert torch.equal(ours, theirs), name
 
 
+def test_an_optimizer_may_take_matrices_only() -> None:
+    server = Server({"w": np.ones((3, 2), "f4")}, "async", optimizer={"name": "muon", "lr": 0.1})
+    server.run(partial(push_ones, gradient={"w": np.ones((3, 2), "f4")}))
+    alone = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.Muon([alone], lr=0.1)
+    for _ in range(3):
+        alone.grad = torch.ones(3, 2)
+        optimizer.step()
+    assert torch.equal(torch.from_numpy(server.model["w"]), alone.detach())
+    with pytest.raises(UserError, match="optimizer=muon with.*Muon only supports 2D parameters"):
+        Server({"w": np.ones(3, "f4")}, optimizer="muon")
+
+
 # ---- models and gradients -----------------------------------------------------------------------
 
 
