@@ -135,6 +135,22 @@ def test_an_optimizer_steps_where_there_is_no_descent_and_keeps_its_state() -> N
     assert np.allclose(model["w"], reference.detach().numpy(), rtol=1e-6)
 
 
+def ones(model: Any, rows: Any) -> Any:
+    return np.ones(2)
+
+
+def test_a_training_without_descent_knows_none_of_one_with_it() -> None:
+    trained = DeepDist(np.zeros(2), workers=1)
+    trained.train(1, ones, partial(one_at_a_time, []))
+    with pytest.raises(UserError, match="no optimizer was given"):
+        trained.train(1, ones)
+    with DeepDist(model := np.zeros(2), workers=1, update={"name": "sgd", "lr": 1.0}) as dd:
+        with pytest.raises(UserError, match="descent was given with exchange"):
+            dd.train(1, ones, partial(one_at_a_time, []))
+        dd.train(1, ones)
+    assert model.tolist() == [-1.0, -1.0]
+
+
 # ---- the three examples of the original, in the notebook ----------------------------------------
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "deepdist.ipynb"

@@ -158,7 +158,7 @@ def test_an_optimizer_may_take_matrices_only() -> None:
         alone.grad = torch.ones(3, 2)
         optimizer.step()
     assert torch.equal(torch.from_numpy(server.model["w"]), alone.detach())
-    with pytest.raises(UserError, match="optimizer=muon with.*Muon only supports 2D parameters"):
+    with pytest.raises(UserError, match=r"optimizer=muon with.*Muon only supports 2D parameters"):
         Server({"w": np.ones(3, "f4")}, optimizer="muon")
 
 
