@@ -143,6 +143,7 @@ class DeepDist:
             UserError: if an update does not fit the model, naming worker or task and partition.
         """
         _check_arguments(gradient, partition_size)
+        self._given = self._given.renewed()
         rdd = rdd_of(data)
         here = as_data(data) if rdd is None else None
         found = usable_cores() if rdd is None else rdd.context.defaultParallelism

@@ -121,6 +121,23 @@ class Model:
 
     # ---- other places ---------------------------------------------------------------------------
 
+    def renewed(self) -> Model:
+        """The same model as it is now: the user may have put other arrays or layers into it.
+
+        Raises:
+            UserError: if they have other names, shapes or types.
+        """
+        now = Model(self.given)
+        kinds = [{name: (p.dtype, tuple(p.shape)) for name, p in m.named} for m in (self, now)]
+        for name in kinds[0] | kinds[1]:
+            was, found = (kind.get(name, "missing") for kind in kinds)
+            if was != found:
+                raise UserError(
+                    f"the model was changed: {name} is {found}, and was {was} at first; make "
+                    "another Server for it"
+                )
+        return now
+
     def apart(self) -> Model:
         """The same model with memory of its own."""
         return Model(self.given if self.module is None else deepcopy(self.module))
@@ -138,13 +155,6 @@ class Model:
         """As ``zero_grad`` does."""
         for _, parameter in self.named:
             parameter.grad = None
-
-    @torch.no_grad()
-    def read_given(self) -> None:
-        """Take over what the user has written into the arrays given."""
-        for name, parameter in self.named:
-            if name in self._arrays:
-                parameter.data.copy_(_tensor(self._arrays[name]))
 
     @contextmanager
     def over(self, places: Mapping[str, torch.Tensor]) -> Iterator[Any]:

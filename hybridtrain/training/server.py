@@ -152,8 +152,7 @@ class Server(Scheme):
         """
         if self._serving is not None:
             raise UserError("server.save was called during a run; call worker.save in the body")
-        model = self._model
-        model.read_given()
+        model = self._model = self._model.renewed()
         past = replace(self._past, parameters=model.values, buffers=model.buffers)
         past = replace(past, made_by=self._made_by())
         past.write(path)
@@ -164,6 +163,7 @@ class Server(Scheme):
         Raises:
             UserError: if it cannot be read, or is of another model, optimizer, exchange or update.
         """
+        self._model = self._model.renewed()
         model = self._model.values, self._model.buffers
         past = SavedRun.read(path, *model, self._made_by(), self._fresh_states())
         self._model.check_finite(past.parameters, str(path))
@@ -300,7 +300,7 @@ class Server(Scheme):
         _check_options(how)
         if not callable(body):
             raise UserError(f"body={shown(body)} was given; give a function of a worker")
-        self._n_workers = workers
+        self._n_workers, self._model = workers, self._model.renewed()
         self.requirements = scheme.required(self)
         scheme.check_parts(self)
         if self.requirements.evaluates and (data is None or how.get("drop_last")):

@@ -1174,6 +1174,34 @@ def test_what_the_user_writes_between_runs_is_saved(tmp_path: Path) -> None:
         assert server.model["w"].tolist() == [100.0] * 3
 
 
+@pytest.mark.parametrize("given", [np.ones(2), torch.ones(2)])
+def test_an_array_put_in_the_place_of_one_between_runs_is_trained(given: Any) -> None:
+    server = Server(model := {"w": given}, update={"name": "sgd", "lr": 1.0})
+    body = partial(push_ones, gradient={"w": np.ones(2)})
+    for start in (1.0, 10.0):
+        model["w"] = given * 0 + start
+        server.run(body)
+        assert server.model["w"] is model["w"] and model["w"].tolist() == [start - 3] * 2
+    model["w"] = np.ones(3)
+    with pytest.raises(
+        UserError, match=r"the model was changed: w is .*\(3,\).*, and was .*\(2,\)"
+    ):
+        server.run(body)
+
+
+def test_a_layer_put_in_the_place_of_one_between_runs_is_trained_and_saved(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
+    server = Server(module, update={"name": "sgd", "lr": 1.0})
+    module[0] = deepcopy(module[0])
+    before = module[0].weight.detach().clone()
+    server.run(partial(push_ones, gradient={"0.weight": torch.ones(1, 2)}))
+    assert torch.equal(module[0].weight, before - 1 - 1 - 1)
+    module[0] = deepcopy(module[0])
+    module[0].weight.data.fill_(7.0)
+    server.save(tmp_path / "run.pt")
+    assert torch.load(tmp_path / "run.pt")["parameters"]["0.weight"].tolist() == [[7.0, 7.0]]
+
+
 def pushes_one(worker: Worker) -> None:
     for _ in worker.batches():
         worker.push({"w": np.ones(3)})
