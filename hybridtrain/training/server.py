@@ -205,18 +205,16 @@ class Server(Scheme):
         in_update = scheme.usable_cores() if self.requirements.whole_rounds else 1
         server = self._serving = scheme.serving(self, True, threads, in_update)
         report = _Progress(server.statistics.stats, on_progress)
-        judge, own, ended = Judge(self.on_failure), scheme.workers_may_update(self), False
+        judge, own = Judge(self.on_failure), scheme.workers_may_update(self)
         world = scheme.world_of(self, server, judge, start, (), own, report=report)
         try:
-            results = self._results(world.run(partial(work, job)))
-            ended = True
-            return results
+            return self._results(world.run(partial(work, job)))
         except Interrupted as interruption:
             if interruption.signum != signal.SIGINT:
                 sys.exit(128 + interruption.signum)
             raise KeyboardInterrupt from None
         finally:
-            self._conclude(server, job, ended)
+            self._conclude(server)
 
     def replay(
         self,
@@ -250,7 +248,7 @@ class Server(Scheme):
             self._results(results)
             return report
 
-        return self._in_process(server, job, repeat)
+        return self._in_process(server, repeat)
 
     def simulate(
         self,
@@ -277,7 +275,7 @@ class Server(Scheme):
         streams = [times.stream(worker, times_seed) for worker in range(workers)]
         rehearsal = Rehearsal(server, stamp, 1, streams)
         bodies = self._bodies(job)
-        return self._in_process(server, job, lambda: self._results(rehearsal.run(bodies)))
+        return self._in_process(server, lambda: self._results(rehearsal.run(bodies)))
 
     def run_beside(self, body: Body, workers: int, beside: Callable[[], object]) -> None:
         """Run ``body(worker)`` on threads of this process, for gradients that come from elsewhere.
@@ -290,7 +288,7 @@ class Server(Scheme):
         job = self._job(body, workers, None, {})
         server = scheme.make_server(self, scheme.usable_cores(), inner.Server)
         world = Threads(server, workers)
-        self._in_process(server, job, lambda: world.run(self._bodies(job), beside))
+        self._in_process(server, lambda: world.run(self._bodies(job), beside))
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -343,16 +341,14 @@ class Server(Scheme):
                 self._model.take_buffers(each.buffers)
         return [None if each is None else each.result for each in returned]
 
-    def _in_process(self, server: inner.Server, job: Job, run: Callable[[], T]) -> T:
-        self._serving, ended = server, False
+    def _in_process(self, server: inner.Server, run: Callable[[], T]) -> T:
+        self._serving = server
         try:
             with one_thread():
-                result = run()
-            ended = True
-            return result
+                return run()
         finally:
             server.close()
-            self._conclude(server, job, ended)
+            self._conclude(server)
 
     def _made_by(self) -> dict[str, str]:
         parameters = [each for _, each in self._model.named if each.requires_grad]
@@ -378,23 +374,18 @@ class Server(Scheme):
             return {}
         return {slot.name: store.master(slot) for slot in store.layout.slots}
 
-    def _conclude(self, server: inner.Server, job: Job, ended: bool) -> None:
-        """Keep the result of a run, however it has come to an end.
-
-        One that has not ``ended``, but was broken off, has done the epochs that its samples make.
-        """
+    def _conclude(self, server: inner.Server) -> None:
+        """Keep the result of a run, however it has come to an end."""
         self._serving, self._stats = None, server.statistics.stats()
-        if not (masters := self._masters(server)):
+        if (store := server.store) is None:
             return
+        masters = self._masters(server)
         self._model.take(masters)
         states = self._past.optimizer
         if server.failure is None and server.optimizers.updates:
             saved, names = server.optimizers.updates[0].state(), list(masters)
             states = {names[number]: state for number, state in saved.parameters.items()}
-        n_epochs, plan = self._past.epochs, job.epochs
-        if plan is not None:
-            made = int(server.statistics.samples) // plan.data.length
-            n_epochs += plan.epochs if ended else min(made, plan.epochs)
+        n_epochs = max(self._past.epochs, store.n_epochs)
         self._past = SavedRun(server.version, {}, states, n_epochs)
 
 

@@ -298,6 +298,7 @@ class Worker:
                 yield from self._pass(epochs.data, sampler)
             self._end_epoch(sampler)
             self._n_epochs = self.epoch + 1
+            self._session.end_epoch(self._n_epochs)
         self._taken.all = True
 
     def _pass(self, data: Data, sampler: EpochSampler) -> Iterator[Any]:

@@ -375,6 +375,27 @@ def test_runs_go_on_with_the_epochs_that_are_done(
         assert all((server.model[name] == whole.model[name]).all() for name in "wb")
 
 
+def breaks_off(worker: Worker) -> None:
+    for rows in worker.batches():
+        pushed = None if worker.epoch < 2 else {"w": np.ones(4, "f4")}
+        worker.push(pushed, samples=100.0 * len(rows))
+        if worker.epoch == 5:
+            raise KeyError("broken off")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("how", ["run", "simulate"])
+def test_a_run_that_is_broken_off_has_ended_the_epochs_that_the_bodies_have(
+    how: str, workers: int, tmp_path: Path
+) -> None:
+    """Whatever was pushed, or left out."""
+    server = Server(weights(), "async", optimizer=SGD)
+    with pytest.raises(KeyError, match="broken off"):
+        getattr(server, how)(breaks_off, workers, 10, batch_size=4, drop_last=True, epochs=9)
+    server.save(tmp_path / "run.pt")
+    assert torch.load(tmp_path / "run.pt")["epochs"] == 5
+
+
 def test_a_body_saves_the_epochs_that_are_done(tmp_path: Path) -> None:
     def body(worker: Worker) -> None:
         for _ in worker.batches():
