@@ -177,7 +177,7 @@ class Model:
     def _update_of(self, name: str, gradient: torch.Tensor) -> Any:
         plain = isinstance(self._arrays.get(name), np.ndarray)
         if gradient.is_sparse:
-            parts = gradient.coalesce().indices()[0].clone(), gradient._values().clone()
+            parts = in_rows(gradient)
             return tuple(part.numpy() for part in parts) if plain else parts
         copy = gradient.detach().clone()
         return copy.numpy() if plain else copy
@@ -274,6 +274,8 @@ def _gradient(name: str, value: Any, parameter: torch.nn.Parameter) -> torch.Ten
         where = torch.from_numpy(np.stack([matrix.row, matrix.col]).astype(np.int64))
         data = _from_numpy(f"the gradient of {name}", matrix.data)
         value = torch.sparse_coo_tensor(where, data, matrix.shape, check_invariants=True)
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        value = value.to_sparse()  # of compressed rows
     if not isinstance(value, torch.Tensor):
         value = _from_numpy(f"the gradient of {name}", value)
     if tuple(value.shape) != shape:
@@ -281,6 +283,18 @@ def _gradient(name: str, value: Any, parameter: torch.nn.Parameter) -> torch.Ten
             f"the gradient of {name} has the shape {tuple(value.shape)}, and the parameter {shape}"
         )
     return _real(name, value).detach().to(parameter.dtype)
+
+
+def in_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the row numbers of a sparse gradient, and of its rows."""
+    gradient = gradient.coalesce()
+    places, values = gradient.indices(), gradient.values()
+    if gradient.sparse_dim() == 1:
+        return places[0].clone(), values.clone()
+    numbers, inside = places[0].unique(return_inverse=True)  # of single elements
+    rows = values.new_zeros(len(numbers), *gradient.shape[1:])
+    rows[(inside, *places[1:])] = values
+    return numbers, rows
 
 
 def _real(name: str, gradient: torch.Tensor) -> torch.Tensor:

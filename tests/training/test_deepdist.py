@@ -103,6 +103,20 @@ def test_rows_of_a_table_reach_descent_as_rows(least: int) -> None:
     assert (model["t"] == 1).all()
 
 
+def eye(kind: str) -> Any:
+    whole = torch.eye(3, 2, dtype=torch.float64)
+    if kind == "scipy":
+        return pytest.importorskip("scipy.sparse").csr_matrix(whole.numpy())
+    return whole.to_sparse_csr() if kind == "csr" else whole.to_sparse()
+
+
+@pytest.mark.parametrize("kind", ["scipy", "csr", "elements"])
+def test_elements_of_a_table_reach_descent_as_rows(kind: str) -> None:
+    model = {"t": np.zeros((3, 2))}
+    DeepDist(model, workers=1).train(1, lambda model, rows: {"t": eye(kind)}, add_rows)
+    assert model["t"].tolist() == [[1, 0], [0, 1], [0, 0]]
+
+
 def by_module(model: torch.nn.Module, rows: Any) -> dict[str, torch.Tensor]:
     return {name: torch.ones_like(p) for name, p in model.named_parameters()}
 
