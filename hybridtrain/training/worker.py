@@ -209,8 +209,18 @@ class Worker:
         return [(name, parameter.data) for name, parameter in self._model.named]
 
     def pull(self) -> int:
-        """Bring :attr:`model` up to date; returns its version."""
+        """Bring :attr:`model` up to date; returns its version.
+
+        Raises:
+            UserError: if each worker has parameters of its own, which would be lost.
+        """
         self._check_thread()
+        if self._session.has_own_parameters:
+            raise UserError(
+                f"{self._where}: pull was called with exchange={as_typed(self._job.exchange)}, "
+                "where each worker has parameters of its own, and its steps since the last "
+                "exchange would be lost; leave it out: exchanges bring the model up to date"
+            )
         return self._session.pull()
 
     def copy(self) -> Any:
@@ -364,7 +374,7 @@ class Worker:
         if self._wants.whole_rounds and self._session.has_own_parameters:
             self._session.replica.refresh()
         else:
-            self.pull()
+            self._session.pull()
 
     # ---- gradients ------------------------------------------------------------------------------
 

@@ -250,6 +250,27 @@ def test_a_body_sees_the_newest_parameters() -> None:
     assert results == [[0, -1, -2, -2, 2, 2, 7, 7]] * 2
 
 
+def pulls(worker: Worker) -> None:
+    for _ in worker.batches():
+        worker.push(np.ones(1), loss=1.0)
+        worker.pull()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        ("local_sgd", {"optimizer": SGD}),
+        ("async_diloco", {"optimizer": SGD}),
+        ("local_sgd", {"optimizer": SGD, "policy": "k_async"}),
+        ("sandblaster", {"update": "lbfgs"}),
+    ],
+)
+def test_a_worker_with_parameters_of_its_own_does_not_pull(strategy: str, parts: Any) -> None:
+    said = "mini-batch 1: pull was called with exchange=.*parameters of its own"
+    with pytest.raises(UserError, match=said):
+        Server(np.zeros(1), strategy, **parts).simulate(pulls, data=4, batch_size=1)
+
+
 def wait_a_while(worker: Worker, folder: Path) -> None:
     worker.push(np.ones(1))
     while not (folder / "seen").exists():
