@@ -158,15 +158,26 @@ class Model:
 
     @contextmanager
     def over(self, places: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-        """The model with its parameters at these places, for user code that changes them."""
-        for name, parameter in self.named:
+        """The model with its parameters at these places, for user code that changes them.
+
+        It may also put other arrays, parameters or ``.data`` in their place.
+        """
+        for name, parameter in self._named_now:
             parameter.data = places.get(name, parameter).data
         seen = self.visible
         kept = dict(seen) if isinstance(seen, dict) else {}
         yield seen
-        for name, place in kept.items():
-            if seen[name] is not place:  # another array is in its place
-                place[...] = seen[name]
+        for name, array in kept.items():
+            if seen[name] is not array:
+                array[...] = seen[name]
+        for name, parameter in self._named_now:
+            place = places.get(name, parameter)
+            if not parameter.is_set_to(place):
+                place.data.copy_(parameter.data)
+
+    @property
+    def _named_now(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return self.named if self.module is None else list(self.module.named_parameters())
 
     def update_of(self, gradients: Mapping[str, torch.Tensor]) -> Any:
         """Copies, in the form of the model; of a sparse one its row numbers and their values."""

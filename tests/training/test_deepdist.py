@@ -87,6 +87,33 @@ def test_descent_may_put_another_array_in_the_place_of_one() -> None:
     assert model["w"].tolist() == [4.0, 4.0]
 
 
+def by_data(model: Any, update: Any) -> None:
+    model.weight.data = model.weight.data + update["weight"]
+
+
+def by_parameter(model: Any, update: Any) -> None:
+    model.weight = torch.nn.Parameter(model.weight + update["weight"])
+
+
+def by_data_of_tensors(model: Arrays, update: Arrays) -> None:
+    model["weight"].data = model["weight"].data + update["weight"]
+
+
+@pytest.mark.parametrize(
+    ("descent", "model"),
+    [
+        (by_data, torch.nn.Linear(2, 1, bias=False)),
+        (by_parameter, torch.nn.Linear(2, 1, bias=False)),
+        (by_data_of_tensors, {"weight": torch.zeros(1, 2)}),
+    ],
+)
+def test_descent_may_put_other_data_in_the_place_of_a_parameters(descent: Any, model: Any) -> None:
+    weight = model["weight"] if isinstance(model, dict) else model.weight
+    torch.nn.init.zeros_(weight)
+    DeepDist(model, workers=1).train(4, lambda model, rows: {"weight": np.ones((1, 2))}, descent)
+    assert weight.tolist() == [[4.0, 4.0]]
+
+
 def one_row(model: Arrays, rows: Any) -> Arrays:
     return {"t": (rows, np.ones((len(rows), 2)))}
 
