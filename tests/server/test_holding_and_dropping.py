@@ -55,7 +55,10 @@ def test_whoever_abstains_holds_nothing() -> None:
     served = Served(1, FirstK(2, "use", True))
     served.push(0, 99.0, weight=0.0)
     served.push(0, 4.0)
-    assert served.value() == -4.0
+    served.push(0, 99.0, weight=0.0)
+    assert served.value() == 0.0
+    served.push(0, 6.0)
+    assert served.value() == -5.0
 
 
 def test_two_optimizers_of_the_same_parameters_cannot_both_be_held() -> None:
