@@ -173,6 +173,11 @@ def _check(server: Server) -> None:
             f"descent was given with exchange={as_typed(server.exchange)} and "
             f"update={server.update.name}, but it takes each update as it was made; leave them out"
         )
+    if server.correction is not None:
+        raise UserError(
+            f"descent was given with correction={as_typed(server.correction)}, but it takes each "
+            "update as it was made; leave one out"
+        )
 
 
 def _compute(gradient: Gradient, worker: Worker) -> None:

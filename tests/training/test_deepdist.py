@@ -268,6 +268,10 @@ def test_an_error_in_descent_ends_the_run() -> None:
             lambda: DeepDist(np.zeros(2), exchange="movement").train(4, one_row, add),
             "descent was given with exchange",
         ),
+        (
+            lambda: DeepDist(np.zeros(2), correction="polynomial").train(4, one_row, add),
+            "descent was given with correction=polynomial",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_a_process_starts(run: Any, said: str) -> None:
