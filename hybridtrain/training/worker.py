@@ -150,7 +150,8 @@ class Worker:
         named = self._model.ordered(self.optimizer)
         module, sparse = self._model.module, set[int]()
         if module is not None:
-            module.train()
+            if not module.training:  # else parts that the user has set to ``eval()`` stay so
+                module.train()
             number_of = {id(p): number for number, (_, p) in enumerate(named)}
             sparse = sparse_slots(module, [self.optimizer], number_of)
         joint = self._wants.parameters == "masters" and client.n_workers > 1

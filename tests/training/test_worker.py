@@ -960,6 +960,19 @@ def test_a_module_has_the_buffers_of_worker_0(strategy: str, workers: int, tmp_p
     assert min(further[0]) > max(means[0])
 
 
+def modes(worker: Worker) -> list[bool]:
+    return [each.training for each in worker.model.modules()]
+
+
+def test_parts_of_a_module_that_are_in_eval_mode_stay_so() -> None:
+    """Unless the whole was evaluated between two runs."""
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(4).eval(), torch.nn.Linear(4, 1))
+    server = Server(module, optimizer=SGD)
+    assert server.run(modes) == [[True, False, True]]
+    module.eval()
+    assert server.run(modes) == [[True, True, True]]
+
+
 def test_so_it_has_in_a_replay_and_in_virtual_time(tmp_path: Path) -> None:
     nets = [torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)) for _ in range(3)]
     for other in nets[1:]:
