@@ -1266,6 +1266,8 @@ def test_a_column_of_pandas_is_read_by_place() -> None:
     class Labelled(list[int]):
         """Looks numbers up among its labels, which are in another order."""
 
+        ndim, shape = 1, (4,)
+
         def __getitem__(self, label: Any) -> Any:
             return super().__getitem__([3, 0, 2, 1].index(label))
 
@@ -1281,6 +1283,8 @@ def test_a_column_of_pandas_is_read_by_place() -> None:
     data = Data({"x": np.array([3, 0, 2, 1]), "y": Labelled([30, 0, 20, 10])})
     taken = data.take([0, 3, 2])
     assert taken["x"].tolist() == [3, 1, 2] and list(taken["y"]) == [30, 10, 20]
+    alone, one_of_two = Data(Labelled([30, 0, 20, 10])), Data((Labelled([30, 0, 20, 10]),) * 2)
+    assert alone.take([0, 3, 2]).tolist() == one_of_two.take([0, 3, 2])[1].tolist() == [30, 10, 20]
 
 
 def normed(worker: Worker) -> Any:
