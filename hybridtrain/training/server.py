@@ -369,20 +369,19 @@ class Server(Scheme):
             return None
 
     def _masters(self, server: inner.Server) -> dict[str, torch.Tensor]:
-        """By name; none before parameters have been shared."""
-        if (store := server.store) is None:
+        """By name; none before worker 0 has written its parameters."""
+        if (store := server.store) is None or not server.training:
             return {}
         return {slot.name: store.master(slot) for slot in store.layout.slots}
 
     def _conclude(self, server: inner.Server) -> None:
         """Keep the result of a run, however it has come to an end."""
         self._serving, self._stats = None, server.statistics.stats()
-        if (store := server.store) is None:
+        if (store := server.store) is None or not (masters := self._masters(server)):
             return
-        masters = self._masters(server)
         self._model.take(masters)
         states = self._past.optimizer
-        if server.failure is None and server.optimizers.updates:
+        if server.failure is None:
             saved, names = server.optimizers.updates[0].state(), list(masters)
             states = {names[number]: state for number, state in saved.parameters.items()}
         n_epochs = max(self._past.epochs, store.n_epochs)

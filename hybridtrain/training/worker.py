@@ -483,7 +483,8 @@ class Worker:
         left = " (it has left its mini-batches early)" if early else ""
         taken = self._client.gather(f"the end of the body{left}", self._taken)
         epochs, says = self._job.epochs, self._client.is_leader and not self._client.gone
-        if says and epochs is not None and (fault := _left_undone(epochs, taken)) is not None:
+        fault = _left_undone(epochs, taken, self._wants.in_place) if says and epochs else None
+        if fault is not None:
             to_stderr(fault)
         self._session.close()
         return self._model.buffers if self._client.is_leader else {}
@@ -518,8 +519,11 @@ class _Arrays(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def _left_undone(epochs: Epochs, taken: Sequence[Taken]) -> str | None:
-    """A warning, if the bodies of all workers have left samples out, or pushed nothing."""
+def _left_undone(epochs: Epochs, taken: Sequence[Taken], writes: bool) -> str | None:
+    """A warning, if the bodies of all workers have left samples out, or pushed nothing.
+
+    ``writes``: what they write to the model is in the masters without a push.
+    """
     wanted = epochs.data.length * epochs.epochs
     rest = wanted - round(sum(each.samples for each in taken))
     if rest > 0 and not epochs.drop_last and not all(each.all for each in taken):
@@ -527,7 +531,7 @@ def _left_undone(epochs: Epochs, taken: Sequence[Taken]) -> str | None:
     batches = sum(each.batches for each in taken)
     if not batches:
         return f"no mini-batch in {wanted} samples: too few for a full one, and drop_last=True"
-    if not any(each.pushes for each in taken):
+    if not (writes or any(each.pushes for each in taken)):
         return f"no push in {batches} mini-batches: the model is as it was"
     return None
 

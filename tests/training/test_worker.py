@@ -25,6 +25,7 @@ from hybridtrain import Server, Worker
 from hybridtrain.errors import UserError
 from hybridtrain.training.data import Data
 from hybridtrain.training.saved_run import SavedRun
+from hybridtrain.training.session import WorkerSession
 from hybridtrain.training.worker import OF_MODEL
 from hybridtrain.util.files import flush_output
 from hybridtrain.worlds.local.worker_exit import WorkerDied
@@ -1216,6 +1217,30 @@ def test_a_step_that_is_skipped_is_one(strategy: str, updates: int) -> None:
     )
     server.run(one_bad, workers=2, data=40, batch_size=1)
     assert server.model["w"].tolist() == [1.0 - updates] * 3
+
+
+def test_a_run_that_ends_before_the_masters_are_written_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(session: WorkerSession) -> None:
+        raise KeyError("before")
+
+    monkeypatch.setattr(WorkerSession, "_publish", fail)
+    server = Server(model := {"w": np.ones(3)}, update=SGD)
+    with pytest.raises(KeyError, match="before"):
+        server.simulate(pushes_one, data=4)
+    assert model["w"].tolist() == [1.0] * 3
+
+
+def writes_in_place(worker: Worker) -> None:
+    for _ in worker.batches():
+        worker.model["w"] -= 1.0
+
+
+def test_who_writes_to_the_masters_need_not_push(capfd: pytest.CaptureFixture[str]) -> None:
+    server = Server(model := {"w": np.zeros(3)}, "hogwild", optimizer=SGD)
+    server.run(writes_in_place, workers=1, data=4, batch_size=1)
+    assert model["w"].tolist() == [-4.0] * 3 and "no push" not in capfd.readouterr().err
 
 
 def test_what_the_user_writes_between_runs_is_saved(tmp_path: Path) -> None:
