@@ -211,10 +211,20 @@ class Store:
         self._refreshed: set[int] = set()
         self._written_behind: dict[int, int] = {}  # slot -> meeting: all workers write alike
         self.progress = UpdateProgress(self.arena.words(self._words, N_WORDS))
+        self._n_epochs = self.arena.words(self._words + 8 * N_WORDS, 1)
         made = self.arena.words(self._words + ALIGNMENT_BYTES, self._n_made)
         self.step_counts = MadeSteps(made, n_workers) if self._n_made else None
         behind = self._words + ALIGNMENT_BYTES + 8 * self._n_made
         self.protocol_words = self.arena.words(behind, n_words)
+
+    @property
+    def n_epochs(self) -> int:
+        """How many epochs all workers have ended, as they have said last."""
+        return self._n_epochs[0]
+
+    def end_epoch(self, n: int) -> None:
+        """By workers that have met at the end of the n-th epoch."""
+        self._n_epochs[0] = n
 
     @property
     def lock_free(self) -> bool:

@@ -47,6 +47,8 @@ from hybridtrain.util.option_types import Checked, NotNegative, Positive
 class FirstK(Checked):
     """Apply the mean of the first k gradients.
 
+    A worker that brings nothing (it only fetches, or abstains) is none of the k, and goes on.
+
     Args:
         k: gradients per update; ``None``: all workers but one. Fewer when fewer workers are active
             (the others have reached the end of their data).
@@ -69,14 +71,19 @@ class FirstK(Checked):
         self._round = self._held = 0
         self._since: dict[int, int] = {}  # active worker -> round in which it began
         self._got: set[int] = set()  # wait for the update
+        self._in_rounds = self._n == n_workers and not self.several  # all step equally often
         drops = self.late == "drop"
         if self.several:
             return Needs(False, holds=self._n > 1, drops_late=drops, gathers=self._n)
-        whole_rounds = self._n == n_workers
-        return Needs(whole_rounds, drops_late=drops and not whole_rounds, gathers=self._n)
+        drops &= not self._in_rounds
+        return Needs(self._in_rounds, drops_late=drops, gathers=self._n)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
+            case Pushed(worker, empty=True) if not self._in_rounds:
+                self._since[worker] = self._round
+                goes_on = Accumulate if self._held else Apply  # which adds nothing
+                return (goes_on((worker,)), Release((worker,)))
             case Pushed(worker, last=last):
                 return self._pushed(worker, last)
             case Joined(worker, behind):

@@ -85,7 +85,8 @@ def _columns(given: Any) -> dict[Any, Any] | None:
 
 
 def _is_array(given: Any) -> bool:
-    return isinstance(given, _ARRAYS) or hasattr(given, "tocsr")  # scipy's
+    others = hasattr(given, "tocsr") or hasattr(given, "iloc")  # scipy's, pandas'
+    return isinstance(given, _ARRAYS) or others
 
 
 def _has_positions(given: Any) -> bool:
@@ -113,8 +114,8 @@ def _n_rows(column: Any) -> int:
 
 
 def _rows(column: Any, positions: list[int]) -> Any:
-    if _is_array(column):
-        return column[np.asarray(positions)]
     if hasattr(column, "iloc"):  # of pandas, which looks a number up among its labels
         return column.iloc[positions].to_numpy()
+    if _is_array(column):
+        return column[np.asarray(positions)]
     return [column[position] for position in positions]

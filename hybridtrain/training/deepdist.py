@@ -87,6 +87,22 @@ class DeepDist:
     def _made(self, **options: Any) -> Server:
         return Server(self._given.given, **{**self._options, **options})
 
+    def _server_for(self, descent: Step | None, key: int) -> Server:
+        """The server that is there, if it has an update; else a new one.
+
+        Raises:
+            UserError: if neither or both are given, a ``descent`` and an update.
+        """
+        if descent is not None:
+            made = self._made(optimizer=self._descent(key))
+            _check(made)
+        elif self._server is None or self._options.get("update") is None:
+            made = self._made()  # which says that there is no update
+        else:
+            return self._server
+        self._server = made
+        return made
+
     def _descent(self, key: int) -> Callable[..., Descent]:
         names = [name for name, p in self._given.named if p.requires_grad]
         return partial(Descent, key=key, names=names)
@@ -127,22 +143,20 @@ class DeepDist:
             UserError: if an update does not fit the model, naming worker or task and partition.
         """
         _check_arguments(gradient, partition_size)
+        self._given = self._given.renewed()
         rdd = rdd_of(data)
         here = as_data(data) if rdd is None else None
         found = usable_cores() if rdd is None else rdd.context.defaultParallelism
         workers = min(self._workers or found, self._most)
         with _kept(descent, self._given) as key:
-            if descent is not None:
-                self._server = self._made(optimizer=self._descent(key))
-                _check(self._server)
-            self._server = self._server or self._made()  # which says that there is no update
+            server = self._server_for(descent, key)
             if here is None:
                 errand = Errand(self._given.given, gradient, partition_size)
-                train_on(rdd, self._server, errand, epochs, workers, self._port, **run)
+                train_on(rdd, server, errand, epochs, workers, self._port, **run)
                 return self.model
             size = partition_size or -(-here.length // (_PARTITIONS * workers))
             body, plan = partial(_compute, gradient), {"batch_size": size, "epochs": epochs, **run}
-            self._server.run(body, workers, here, **plan)
+            server.run(body, workers, here, **plan)
         return self.model
 
 
@@ -158,6 +172,11 @@ def _check(server: Server) -> None:
         raise UserError(
             f"descent was given with exchange={as_typed(server.exchange)} and "
             f"update={server.update.name}, but it takes each update as it was made; leave them out"
+        )
+    if server.correction is not None:
+        raise UserError(
+            f"descent was given with correction={as_typed(server.correction)}, but it takes each "
+            "update as it was made; leave one out"
         )
 
 

@@ -121,6 +121,23 @@ class Model:
 
     # ---- other places ---------------------------------------------------------------------------
 
+    def renewed(self) -> Model:
+        """The same model as it is now: the user may have put other arrays or layers into it.
+
+        Raises:
+            UserError: if they have other names, shapes or types.
+        """
+        now = Model(self.given)
+        kinds = [{name: (p.dtype, tuple(p.shape)) for name, p in m.named} for m in (self, now)]
+        for name in kinds[0] | kinds[1]:
+            was, found = (kind.get(name, "missing") for kind in kinds)
+            if was != found:
+                raise UserError(
+                    f"the model was changed: {name} is {found}, and was {was} at first; make "
+                    "another Server for it"
+                )
+        return now
+
     def apart(self) -> Model:
         """The same model with memory of its own."""
         return Model(self.given if self.module is None else deepcopy(self.module))
@@ -139,24 +156,28 @@ class Model:
         for _, parameter in self.named:
             parameter.grad = None
 
-    @torch.no_grad()
-    def read_given(self) -> None:
-        """Take over what the user has written into the arrays given."""
-        for name, parameter in self.named:
-            if name in self._arrays:
-                parameter.data.copy_(_tensor(self._arrays[name]))
-
     @contextmanager
     def over(self, places: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-        """The model with its parameters at these places, for user code that changes them."""
-        for name, parameter in self.named:
+        """The model with its parameters at these places, for user code that changes them.
+
+        It may also put other arrays, parameters or ``.data`` in their place.
+        """
+        for name, parameter in self._named_now:
             parameter.data = places.get(name, parameter).data
         seen = self.visible
         kept = dict(seen) if isinstance(seen, dict) else {}
         yield seen
-        for name, place in kept.items():
-            if seen[name] is not place:  # another array is in its place
-                place[...] = seen[name]
+        for name, array in kept.items():
+            if seen[name] is not array:
+                array[...] = seen[name]
+        for name, parameter in self._named_now:
+            place = places.get(name, parameter)
+            if not parameter.is_set_to(place):
+                place.data.copy_(parameter.data)
+
+    @property
+    def _named_now(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return self.named if self.module is None else list(self.module.named_parameters())
 
     def update_of(self, gradients: Mapping[str, torch.Tensor]) -> Any:
         """Copies, in the form of the model; of a sparse one its row numbers and their values."""
@@ -167,7 +188,7 @@ class Model:
     def _update_of(self, name: str, gradient: torch.Tensor) -> Any:
         plain = isinstance(self._arrays.get(name), np.ndarray)
         if gradient.is_sparse:
-            parts = gradient.coalesce().indices()[0].clone(), gradient._values().clone()
+            parts = in_rows(gradient)
             return tuple(part.numpy() for part in parts) if plain else parts
         copy = gradient.detach().clone()
         return copy.numpy() if plain else copy
@@ -264,6 +285,8 @@ def _gradient(name: str, value: Any, parameter: torch.nn.Parameter) -> torch.Ten
         where = torch.from_numpy(np.stack([matrix.row, matrix.col]).astype(np.int64))
         data = _from_numpy(f"the gradient of {name}", matrix.data)
         value = torch.sparse_coo_tensor(where, data, matrix.shape, check_invariants=True)
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        value = value.to_sparse()  # of compressed rows
     if not isinstance(value, torch.Tensor):
         value = _from_numpy(f"the gradient of {name}", value)
     if tuple(value.shape) != shape:
@@ -271,6 +294,18 @@ def _gradient(name: str, value: Any, parameter: torch.nn.Parameter) -> torch.Ten
             f"the gradient of {name} has the shape {tuple(value.shape)}, and the parameter {shape}"
         )
     return _real(name, value).detach().to(parameter.dtype)
+
+
+def in_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the row numbers of a sparse gradient, and of its rows."""
+    gradient = gradient.coalesce()
+    places, values = gradient.indices(), gradient.values()
+    if gradient.sparse_dim() == 1:
+        return places[0].clone(), values.clone()
+    numbers, inside = places[0].unique(return_inverse=True)  # of single elements
+    rows = values.new_zeros(len(numbers), *gradient.shape[1:])
+    rows[(inside, *places[1:])] = values
+    return numbers, rows
 
 
 def _real(name: str, gradient: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,8 @@ class Server(Scheme):
         exchange = exchange_of(make_policy(given["policy"]), given["exchange"])  # type: ignore[typeddict-item]
         steps, update = _who_steps(exchange, optimizer, given["update"])
         self.choose_parts({**given, "update": update})
-        self._make, self._model = _maker(steps), Model(model)
+        self._model = Model(model)
+        self._make = _maker(steps, [p for _, p in self._model.named if p.requires_grad])
         self._model.check_finite(self._model.values, "the model")
         self._n_workers = 1
         self._serving: inner.Server | None = None  # during a run
@@ -151,8 +152,7 @@ class Server(Scheme):
         """
         if self._serving is not None:
             raise UserError("server.save was called during a run; call worker.save in the body")
-        model = self._model
-        model.read_given()
+        model = self._model = self._model.renewed()
         past = replace(self._past, parameters=model.values, buffers=model.buffers)
         past = replace(past, made_by=self._made_by())
         past.write(path)
@@ -163,6 +163,7 @@ class Server(Scheme):
         Raises:
             UserError: if it cannot be read, or is of another model, optimizer, exchange or update.
         """
+        self._model = self._model.renewed()
         model = self._model.values, self._model.buffers
         past = SavedRun.read(path, *model, self._made_by(), self._fresh_states())
         self._model.check_finite(past.parameters, str(path))
@@ -204,18 +205,16 @@ class Server(Scheme):
         in_update = scheme.usable_cores() if self.requirements.whole_rounds else 1
         server = self._serving = scheme.serving(self, True, threads, in_update)
         report = _Progress(server.statistics.stats, on_progress)
-        judge, own, ended = Judge(self.on_failure), scheme.workers_may_update(self), False
+        judge, own = Judge(self.on_failure), scheme.workers_may_update(self)
         world = scheme.world_of(self, server, judge, start, (), own, report=report)
         try:
-            results = self._results(world.run(partial(work, job)))
-            ended = True
-            return results
+            return self._results(world.run(partial(work, job)))
         except Interrupted as interruption:
             if interruption.signum != signal.SIGINT:
                 sys.exit(128 + interruption.signum)
             raise KeyboardInterrupt from None
         finally:
-            self._conclude(server, job, ended)
+            self._conclude(server)
 
     def replay(
         self,
@@ -249,7 +248,7 @@ class Server(Scheme):
             self._results(results)
             return report
 
-        return self._in_process(server, job, repeat)
+        return self._in_process(server, repeat)
 
     def simulate(
         self,
@@ -276,7 +275,7 @@ class Server(Scheme):
         streams = [times.stream(worker, times_seed) for worker in range(workers)]
         rehearsal = Rehearsal(server, stamp, 1, streams)
         bodies = self._bodies(job)
-        return self._in_process(server, job, lambda: self._results(rehearsal.run(bodies)))
+        return self._in_process(server, lambda: self._results(rehearsal.run(bodies)))
 
     def run_beside(self, body: Body, workers: int, beside: Callable[[], object]) -> None:
         """Run ``body(worker)`` on threads of this process, for gradients that come from elsewhere.
@@ -289,7 +288,7 @@ class Server(Scheme):
         job = self._job(body, workers, None, {})
         server = scheme.make_server(self, scheme.usable_cores(), inner.Server)
         world = Threads(server, workers)
-        self._in_process(server, job, lambda: world.run(self._bodies(job), beside))
+        self._in_process(server, lambda: world.run(self._bodies(job), beside))
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -299,7 +298,7 @@ class Server(Scheme):
         _check_options(how)
         if not callable(body):
             raise UserError(f"body={shown(body)} was given; give a function of a worker")
-        self._n_workers = workers
+        self._n_workers, self._model = workers, self._model.renewed()
         self.requirements = scheme.required(self)
         scheme.check_parts(self)
         if self.requirements.evaluates and (data is None or how.get("drop_last")):
@@ -307,6 +306,12 @@ class Server(Scheme):
             raise UserError(
                 f"{given} with exchange={as_typed(self.exchange)}, which compares the losses of "
                 "passes over the same samples; give run(data=...), and leave drop_last out"
+            )
+        if data is None and (self.requirements.takes_turns or self.requirements.asks):
+            raise UserError(
+                f"no data was given with policy={as_typed(self.policy)}, under which a worker may "
+                "have to wait before a mini-batch, and without data nobody knows where one begins; "
+                "give run(data=...), which may be a number of samples"
             )
         if (check_tensors := getattr(self.exchange, "check_tensors", None)) is not None:
             check_tensors(sum(parameter.requires_grad for _, parameter in self._model.named))
@@ -336,16 +341,14 @@ class Server(Scheme):
                 self._model.take_buffers(each.buffers)
         return [None if each is None else each.result for each in returned]
 
-    def _in_process(self, server: inner.Server, job: Job, run: Callable[[], T]) -> T:
-        self._serving, ended = server, False
+    def _in_process(self, server: inner.Server, run: Callable[[], T]) -> T:
+        self._serving = server
         try:
             with one_thread():
-                result = run()
-            ended = True
-            return result
+                return run()
         finally:
             server.close()
-            self._conclude(server, job, ended)
+            self._conclude(server)
 
     def _made_by(self) -> dict[str, str]:
         parameters = [each for _, each in self._model.named if each.requires_grad]
@@ -366,28 +369,22 @@ class Server(Scheme):
             return None
 
     def _masters(self, server: inner.Server) -> dict[str, torch.Tensor]:
-        """By name; none before parameters have been shared."""
-        if (store := server.store) is None:
+        """By name; none before worker 0 has written its parameters."""
+        if (store := server.store) is None or not server.training:
             return {}
         return {slot.name: store.master(slot) for slot in store.layout.slots}
 
-    def _conclude(self, server: inner.Server, job: Job, ended: bool) -> None:
-        """Keep the result of a run, however it has come to an end.
-
-        One that has not ``ended``, but was broken off, has done the epochs that its samples make.
-        """
+    def _conclude(self, server: inner.Server) -> None:
+        """Keep the result of a run, however it has come to an end."""
         self._serving, self._stats = None, server.statistics.stats()
-        if not (masters := self._masters(server)):
+        if (store := server.store) is None or not (masters := self._masters(server)):
             return
         self._model.take(masters)
         states = self._past.optimizer
-        if server.failure is None and server.optimizers.updates:
+        if server.failure is None:
             saved, names = server.optimizers.updates[0].state(), list(masters)
             states = {names[number]: state for number, state in saved.parameters.items()}
-        n_epochs, plan = self._past.epochs, job.epochs
-        if plan is not None:
-            made = int(server.statistics.samples) // plan.data.length
-            n_epochs += plan.epochs if ended else min(made, plan.epochs)
+        n_epochs = max(self._past.epochs, store.n_epochs)
         self._past = SavedRun(server.version, {}, states, n_epochs)
 
 
@@ -452,8 +449,8 @@ def _who_steps(exchange: Exchange, optimizer: Any, update: Any) -> tuple[Any, An
     )
 
 
-def _maker(given: Any) -> MakeOptimizer:
-    """Makes the optimizer for a list of parameters.
+def _maker(given: Any, parameters: list[torch.nn.Parameter]) -> MakeOptimizer:
+    """Makes the optimizer for a list of parameters, such as these.
 
     Raises:
         UserError: if there is no such name or argument.
@@ -467,7 +464,7 @@ def _maker(given: Any) -> MakeOptimizer:
             f'Server(model, "sandblaster", update="{name}"), or another optimizer'
         )
     make = partial(_named, name, options)
-    make([torch.nn.Parameter(torch.zeros(1))])
+    make(parameters or [torch.nn.Parameter(torch.zeros(1))])
     return make
 
 

@@ -350,6 +350,10 @@ class WorkerSession:
             self._client.pull(writes)
             self.replica.refresh()
 
+    def end_epoch(self, n: int) -> None:
+        """All workers have ended n epochs."""
+        self._store.end_epoch(n)
+
     def await_turn(self) -> int:
         """Wait until no other worker computes, and the parameters are the newest; their version."""
         version = self._client.begin(self.replica.writes())

@@ -36,7 +36,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import begin_policy
 from hybridtrain.monitoring.watchdog import to_stderr
-from hybridtrain.training.model import Model
+from hybridtrain.training.model import Model, in_rows
 from hybridtrain.training.server import Server
 from hybridtrain.training.worker import Worker
 from hybridtrain.util.option_types import Positive, as_typed, check, shown
@@ -454,10 +454,7 @@ def _portions(rows: Iterable[Any], size: int | None) -> Iterator[list[Any]]:
 
 
 def _part(gradient: torch.Tensor | None) -> Part:
-    if gradient is None or not gradient.is_sparse:
-        return gradient
-    gradient = gradient.coalesce()
-    return gradient.indices()[0], gradient.values()
+    return in_rows(gradient) if gradient is not None and gradient.is_sparse else gradient
 
 
 # ---- both ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Self, TypedDict
 
 import numpy as np
 import torch
@@ -150,7 +150,8 @@ class Worker:
         named = self._model.ordered(self.optimizer)
         module, sparse = self._model.module, set[int]()
         if module is not None:
-            module.train()
+            if not module.training:  # else parts that the user has set to ``eval()`` stay so
+                module.train()
             number_of = {id(p): number for number, (_, p) in enumerate(named)}
             sparse = sparse_slots(module, [self.optimizer], number_of)
         joint = self._wants.parameters == "masters" and client.n_workers > 1
@@ -209,8 +210,18 @@ class Worker:
         return [(name, parameter.data) for name, parameter in self._model.named]
 
     def pull(self) -> int:
-        """Bring :attr:`model` up to date; returns its version."""
+        """Bring :attr:`model` up to date; returns its version.
+
+        Raises:
+            UserError: if each worker has parameters of its own, which would be lost.
+        """
         self._check_thread()
+        if self._session.has_own_parameters:
+            raise UserError(
+                f"{self._where}: pull was called with exchange={as_typed(self._job.exchange)}, "
+                "where each worker has parameters of its own, and its steps since the last "
+                "exchange would be lost; leave it out: exchanges bring the model up to date"
+            )
         return self._session.pull()
 
     def copy(self) -> Any:
@@ -298,6 +309,7 @@ class Worker:
                 yield from self._pass(epochs.data, sampler)
             self._end_epoch(sampler)
             self._n_epochs = self.epoch + 1
+            self._session.end_epoch(self._n_epochs)
         self._taken.all = True
 
     def _pass(self, data: Data, sampler: EpochSampler) -> Iterator[Any]:
@@ -363,7 +375,7 @@ class Worker:
         if self._wants.whole_rounds and self._session.has_own_parameters:
             self._session.replica.refresh()
         else:
-            self.pull()
+            self._session.pull()
 
     # ---- gradients ------------------------------------------------------------------------------
 
@@ -471,7 +483,8 @@ class Worker:
         left = " (it has left its mini-batches early)" if early else ""
         taken = self._client.gather(f"the end of the body{left}", self._taken)
         epochs, says = self._job.epochs, self._client.is_leader and not self._client.gone
-        if says and epochs is not None and (fault := _left_undone(epochs, taken)) is not None:
+        fault = _left_undone(epochs, taken, self._wants.in_place) if says and epochs else None
+        if fault is not None:
             to_stderr(fault)
         self._session.close()
         return self._model.buffers if self._client.is_leader else {}
@@ -487,9 +500,30 @@ class _Arrays(dict[str, Any]):
                 f"into the one that is there: worker.model[{name!r}][...] = ..."
             )
 
+    # Those of a dict write past ``__setitem__``.
 
-def _left_undone(epochs: Epochs, taken: Sequence[Taken]) -> str | None:
-    """A warning, if the bodies of all workers have left samples out, or pushed nothing."""
+    def update(self, *given: Any, **named: Any) -> None:
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def __ior__(self, given: Any) -> Self:  # type: ignore[override, misc]
+        self.update(given)
+        return self
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        self[name] = self.get(name, default)
+        return self[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what has travelled, is a plain dict."""
+        return dict, (dict(self),)
+
+
+def _left_undone(epochs: Epochs, taken: Sequence[Taken], writes: bool) -> str | None:
+    """A warning, if the bodies of all workers have left samples out, or pushed nothing.
+
+    ``writes``: what they write to the model is in the masters without a push.
+    """
     wanted = epochs.data.length * epochs.epochs
     rest = wanted - round(sum(each.samples for each in taken))
     if rest > 0 and not epochs.drop_last and not all(each.all for each in taken):
@@ -497,7 +531,7 @@ def _left_undone(epochs: Epochs, taken: Sequence[Taken]) -> str | None:
     batches = sum(each.batches for each in taken)
     if not batches:
         return f"no mini-batch in {wanted} samples: too few for a full one, and drop_last=True"
-    if not any(each.pushes for each in taken):
+    if not (writes or any(each.pushes for each in taken)):
         return f"no push in {batches} mini-batches: the model is as it was"
     return None
 

@@ -131,7 +131,7 @@ class Optimizers:
         if update.hold(contribution):
             return True
         factor = self.late.correct(contribution, update.members)
-        factor = 1 / push.weight if update.sums else factor  # each counts as it is
+        factor /= push.weight if update.sums else 1.0  # a sum counts none by its samples
         self._accumulated[number].add(worker, push, contribution.absent, factor)
         return True
 
@@ -283,10 +283,10 @@ class Optimizers:
         made = {w: self._contribution(w, pushes[w], update) for w in weights}
         if pushes and all(push.row.averaged for push in pushes.values()):
             return [replace(next(iter(made.values())), merged=True)], 1.0
+        factors = {w: self.late.correct(each, update.members) for w, each in made.items()}
         if update.sums:
             aside = [held.contribution(1.0)] if held is not None and held.weight else []
-            return [*aside, *made.values()], 1.0
-        factors = {w: self.late.correct(each, update.members) for w, each in made.items()}
+            return [*aside, *(replace(made[w], share=factors[w]) for w in made)], 1.0
         counts = {w: weights[w] * factor for w, factor in factors.items()}
         weight = sum(weights.values()) + (held.weight if held else 0.0)
         total = sum(counts.values()) + (held.count if held else 0.0)

@@ -61,6 +61,7 @@ class LBFGS(Searches, torch.optim.LBFGS):
             max_iter=1,
             max_eval=_MOST + 1,
             tolerance_grad=tolerance_grad,
+            tolerance_change=0.0,  # torch's ends where losses or gradients are small numbers
             history_size=history_size,
             line_search_fn="strong_wolfe",
         )

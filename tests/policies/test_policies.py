@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -181,7 +182,7 @@ class Script:
             self.wake()
         match self.state[worker], action:
             case "computes" | "parked", 0 | 1 | 2:
-                self.tell(Pushed(worker, self.now_s))
+                self.tell(Pushed(worker, self.now_s, empty=action == 2))
             case "computes", 3:
                 self.tell(Waiting(worker))
             case "computes" | "parked" | "waits", 4:
@@ -321,15 +322,13 @@ def test_what_moves_nothing_brings_a_switch_no_nearer(first: Policy, when: str, 
 
 
 def test_an_update_of_what_was_put_aside_counts_for_a_switch() -> None:
-    """As on the server: the one who makes it up may bring nothing."""
-    policy = Switch(FirstK(2, "use"), OnArrival(), at_update=2)
-    policy.begin(3)
-    for worker in range(3):
-        policy.on(Joined(worker))
-    for worker in (0, 1, 2):  # the third is late: it is put aside
+    """As on the server: at the end of an epoch nobody brings anything to it."""
+    policy = joined(Switch(FirstK(2, "use", several=True), OnArrival(), at_update=2), 3)
+    for worker in range(3):  # the third is put aside
         policy.on(Pushed(worker))
-    for worker in (0, 1):
-        policy.on(Pushed(worker, empty=True))
+    for worker in range(3):
+        assert policy._now is policy.first
+        policy.on(Waiting(worker))
     assert policy._now is policy.then
 
 
@@ -383,6 +382,22 @@ def test_a_pause_is_no_part_of_a_mini_batch() -> None:
     assert not policy.on(Pushed(0, 51.0)), "nobody knows when it began"
     assert policy.on(Pushed(1, 51.0)) == round_of(0, 1)
     assert policy.on(Pushed(0, 52.0)) == (SetTimer(pytest.approx(52.1)),)
+
+
+@pytest.mark.parametrize("late", ["use", "drop"])
+@pytest.mark.parametrize("several", [False, True])
+def test_who_brings_nothing_is_none_of_the_first_k(late: Any, several: bool) -> None:
+    policy = joined(FirstK(2, late, several), 3)
+    for _ in range(2):
+        for worker in (0, 1, 0):
+            assert policy.on(Pushed(worker, empty=True)) == round_of(worker)
+        aside = (Accumulate((2,)), Release((2,))) if several else ()
+        assert policy.on(Pushed(2)) == aside, "it is not late: there was no update"
+        goes_on = Accumulate((0,)) if several else Apply((0,))
+        assert policy.on(Pushed(0, empty=True)) == (goes_on, Release((0,)))
+        assert policy.on(Pushed(1)) == round_of(*((1,) if several else (1, 2)))
+        for worker in (0, 2):
+            policy.on(Joined(worker))  # it has read the newest
 
 
 # ---- what policies say of themselves ------------------------------------------------------------

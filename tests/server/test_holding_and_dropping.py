@@ -10,6 +10,8 @@ from hybridtrain.policies.basic import NotTooLate
 from hybridtrain.protocol.events import BrokenOff, Removed
 from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
 from hybridtrain.protocol.messages import Released
+from hybridtrain.updates.named import Sum
+from hybridtrain.updates.staleness.correction import ByStaleness
 from tests.support.served import Served, refusals
 
 
@@ -55,7 +57,24 @@ def test_whoever_abstains_holds_nothing() -> None:
     served = Served(1, FirstK(2, "use", True))
     served.push(0, 99.0, weight=0.0)
     served.push(0, 4.0)
-    assert served.value() == -4.0
+    served.push(0, 99.0, weight=0.0)
+    assert served.value() == 0.0
+    served.push(0, 6.0)
+    assert served.value() == -5.0
+
+
+@pytest.mark.parametrize(("policy", "twos"), [(OnArrival(), 1), (FirstK(2, "use", True), 2)])
+def test_a_sum_counts_what_is_late_less(policy: Policy, twos: int) -> None:
+    def summing(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return Sum(parameters, lr=1.0)
+
+    served = Served(2, policy, optimizers=(summing,), correction=ByStaleness())
+    for _ in range(2 * twos):  # two updates
+        served.push(0, 1.0, weight=3.0)
+    served.push(1, 10.0, weight=7.0)
+    if twos == 2:
+        served.push(0, 1.0)
+    assert served.value() == (-7.0 if twos == 1 else -10.0)
 
 
 def test_two_optimizers_of_the_same_parameters_cannot_both_be_held() -> None:

@@ -87,6 +87,33 @@ def test_descent_may_put_another_array_in_the_place_of_one() -> None:
     assert model["w"].tolist() == [4.0, 4.0]
 
 
+def by_data(model: Any, update: Any) -> None:
+    model.weight.data = model.weight.data + update["weight"]
+
+
+def by_parameter(model: Any, update: Any) -> None:
+    model.weight = torch.nn.Parameter(model.weight + update["weight"])
+
+
+def by_data_of_tensors(model: Arrays, update: Arrays) -> None:
+    model["weight"].data = model["weight"].data + update["weight"]
+
+
+@pytest.mark.parametrize(
+    ("descent", "model"),
+    [
+        (by_data, torch.nn.Linear(2, 1, bias=False)),
+        (by_parameter, torch.nn.Linear(2, 1, bias=False)),
+        (by_data_of_tensors, {"weight": torch.zeros(1, 2)}),
+    ],
+)
+def test_descent_may_put_other_data_in_the_place_of_a_parameters(descent: Any, model: Any) -> None:
+    weight = model["weight"] if isinstance(model, dict) else model.weight
+    torch.nn.init.zeros_(weight)
+    DeepDist(model, workers=1).train(4, lambda model, rows: {"weight": np.ones((1, 2))}, descent)
+    assert weight.tolist() == [[4.0, 4.0]]
+
+
 def one_row(model: Arrays, rows: Any) -> Arrays:
     return {"t": (rows, np.ones((len(rows), 2)))}
 
@@ -101,6 +128,20 @@ def test_rows_of_a_table_reach_descent_as_rows(least: int) -> None:
     model = {"t": np.zeros((30, 2))}
     DeepDist(model, workers=2, min_updates=least).train(30, one_row, add_rows, partition_size=2)
     assert (model["t"] == 1).all()
+
+
+def eye(kind: str) -> Any:
+    whole = torch.eye(3, 2, dtype=torch.float64)
+    if kind == "scipy":
+        return pytest.importorskip("scipy.sparse").csr_matrix(whole.numpy())
+    return whole.to_sparse_csr() if kind == "csr" else whole.to_sparse()
+
+
+@pytest.mark.parametrize("kind", ["scipy", "csr", "elements"])
+def test_elements_of_a_table_reach_descent_as_rows(kind: str) -> None:
+    model = {"t": np.zeros((3, 2))}
+    DeepDist(model, workers=1).train(1, lambda model, rows: {"t": eye(kind)}, add_rows)
+    assert model["t"].tolist() == [[1, 0], [0, 1], [0, 0]]
 
 
 def by_module(model: torch.nn.Module, rows: Any) -> dict[str, torch.Tensor]:
@@ -133,6 +174,22 @@ def test_an_optimizer_steps_where_there_is_no_descent_and_keeps_its_state() -> N
         reference.grad = torch.ones(2, dtype=torch.float64)
         optimizer.step()
     assert np.allclose(model["w"], reference.detach().numpy(), rtol=1e-6)
+
+
+def ones(model: Any, rows: Any) -> Any:
+    return np.ones(2)
+
+
+def test_a_training_without_descent_knows_none_of_one_with_it() -> None:
+    trained = DeepDist(np.zeros(2), workers=1)
+    trained.train(1, ones, partial(one_at_a_time, []))
+    with pytest.raises(UserError, match="no optimizer was given"):
+        trained.train(1, ones)
+    with DeepDist(model := np.zeros(2), workers=1, update={"name": "sgd", "lr": 1.0}) as dd:
+        with pytest.raises(UserError, match="descent was given with exchange"):
+            dd.train(1, ones, partial(one_at_a_time, []))
+        dd.train(1, ones)
+    assert model.tolist() == [-1.0, -1.0]
 
 
 # ---- the three examples of the original, in the notebook ----------------------------------------
@@ -210,6 +267,10 @@ def test_an_error_in_descent_ends_the_run() -> None:
         (
             lambda: DeepDist(np.zeros(2), exchange="movement").train(4, one_row, add),
             "descent was given with exchange",
+        ),
+        (
+            lambda: DeepDist(np.zeros(2), correction="polynomial").train(4, one_row, add),
+            "descent was given with correction=polynomial",
         ),
     ],
 )

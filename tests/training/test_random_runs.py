@@ -72,6 +72,8 @@ def drawn(seed: int) -> Case:
     if feature == "holds back":  # docs/worker.md: what is held over the end of an epoch
         feature = "plain" if strategy in ("backup", "k_batch_sync") else feature
         epochs = epochs if lost is None else 1
+    if feature == "pulls" and strategy in OWN:  # is refused
+        feature = "plain"
     return Case(
         strategy,
         feature,

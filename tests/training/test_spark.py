@@ -143,6 +143,13 @@ def test_each_partition_counts_once_an_epoch(options: Any, twice: bool, size: in
     assert dd.stats()["samples"] == 120
 
 
+def test_elements_of_a_table_travel_as_rows() -> None:
+    model = {"t": np.zeros((3, 2)), "w": np.zeros(())}
+    update = {"t": torch.eye(3, 2, dtype=torch.float64).to_sparse(), "w": np.ones(())}
+    DeepDist(model).train(RDD([1], 1), lambda model, rows: update, add)
+    assert model["t"].tolist() == [[1, 0], [0, 1], [0, 0]] and model["w"] == 1
+
+
 @pytest.mark.slow
 def test_an_update_of_many_counts_once_where_tasks_race() -> None:
     with DeepDist(parameters(), workers=4) as dd:

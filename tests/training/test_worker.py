@@ -25,6 +25,7 @@ from hybridtrain import Server, Worker
 from hybridtrain.errors import UserError
 from hybridtrain.training.data import Data
 from hybridtrain.training.saved_run import SavedRun
+from hybridtrain.training.session import WorkerSession
 from hybridtrain.training.worker import OF_MODEL
 from hybridtrain.util.files import flush_output
 from hybridtrain.worlds.local.worker_exit import WorkerDied
@@ -149,6 +150,19 @@ def test_a_module_comes_to_the_bits_of_the_lightning_strategy(
         assert torch.equal(ours, theirs), name
 
 
+def test_an_optimizer_may_take_matrices_only() -> None:
+    server = Server({"w": np.ones((3, 2), "f4")}, "async", optimizer={"name": "muon", "lr": 0.1})
+    server.run(partial(push_ones, gradient={"w": np.ones((3, 2), "f4")}))
+    alone = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.Muon([alone], lr=0.1)
+    for _ in range(3):
+        alone.grad = torch.ones(3, 2)
+        optimizer.step()
+    assert torch.equal(torch.from_numpy(server.model["w"]), alone.detach())
+    with pytest.raises(UserError, match=r"optimizer=muon with.*Muon only supports 2D parameters"):
+        Server({"w": np.ones(3, "f4")}, optimizer="muon")
+
+
 # ---- models and gradients -----------------------------------------------------------------------
 
 
@@ -235,6 +249,27 @@ def look(worker: Worker) -> list[float]:
 def test_a_body_sees_the_newest_parameters() -> None:
     results = Server(np.zeros(1), update={"name": "sgd", "lr": 1.0}).run(look, workers=2)
     assert results == [[0, -1, -2, -2, 2, 2, 7, 7]] * 2
+
+
+def pulls(worker: Worker) -> None:
+    for _ in worker.batches():
+        worker.push(np.ones(1), loss=1.0)
+        worker.pull()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        ("local_sgd", {"optimizer": SGD}),
+        ("async_diloco", {"optimizer": SGD}),
+        ("local_sgd", {"optimizer": SGD, "policy": "k_async"}),
+        ("sandblaster", {"update": "lbfgs"}),
+    ],
+)
+def test_a_worker_with_parameters_of_its_own_does_not_pull(strategy: str, parts: Any) -> None:
+    said = "mini-batch 1: pull was called with exchange=.*parameters of its own"
+    with pytest.raises(UserError, match=said):
+        Server(np.zeros(1), strategy, **parts).simulate(pulls, data=4, batch_size=1)
 
 
 def wait_a_while(worker: Worker, folder: Path) -> None:
@@ -360,6 +395,27 @@ def test_runs_go_on_with_the_epochs_that_are_done(
         second = server.run(descend, epochs=2, **plan)
         assert [a + b for a, b in zip(first, second, strict=True)] == at_once
         assert all((server.model[name] == whole.model[name]).all() for name in "wb")
+
+
+def breaks_off(worker: Worker) -> None:
+    for rows in worker.batches():
+        pushed = None if worker.epoch < 2 else {"w": np.ones(4, "f4")}
+        worker.push(pushed, samples=100.0 * len(rows))
+        if worker.epoch == 5:
+            raise KeyError("broken off")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("how", ["run", "simulate"])
+def test_a_run_that_is_broken_off_has_ended_the_epochs_that_the_bodies_have(
+    how: str, workers: int, tmp_path: Path
+) -> None:
+    """Whatever was pushed, or left out."""
+    server = Server(weights(), "async", optimizer=SGD)
+    with pytest.raises(KeyError, match="broken off"):
+        getattr(server, how)(breaks_off, workers, 10, batch_size=4, drop_last=True, epochs=9)
+    server.save(tmp_path / "run.pt")
+    assert torch.load(tmp_path / "run.pt")["epochs"] == 5
 
 
 def test_a_body_saves_the_epochs_that_are_done(tmp_path: Path) -> None:
@@ -546,6 +602,11 @@ def test_data_keep_their_form() -> None:
             r"run has no option record; give it to Server\(...\)",
         ),
         (lambda: Server(X, optimizer=SGD).run(None), "body=None was given"),
+        (lambda: Server(X, "synchronous", optimizer=SGD).run(print), "no data was given with pol"),
+        (
+            lambda: Server(X, policy={"name": "async", "warm_start": 3}, optimizer=SGD).run(print),
+            r"no data was given with policy=\{name: async, warm_start: 3\}",
+        ),
         (lambda: Server(X, optimizer=SGD).run(descend, data=[]), "has no samples"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=(np.ones(2), [1, 2])), r"and \[1, 2\]"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=3.5), "data=3.5 was given"),
@@ -653,13 +714,38 @@ def test_forked_workers_inherit_the_libraries_that_their_parent_has_found() -> N
     assert found == [_blas_libraries.cache_info().misses] * 2
 
 
-def test_a_replaced_array_is_refused() -> None:
+def _or_in_place(model: Any, given: Any) -> None:
+    model |= given
+
+
+@pytest.mark.parametrize(
+    ("replace", "name"),
+    [
+        (lambda model, given: model.__setitem__("w", given["w"]), "w"),
+        (lambda model, given: model.update(given), "w"),
+        (lambda model, given: model.update(**given), "w"),
+        (lambda model, given: model.setdefault("v", given["w"]), "v"),
+        (_or_in_place, "w"),
+    ],
+)
+def test_a_replaced_array_is_refused(replace: Any, name: str) -> None:
     def body(worker: Worker) -> None:
         worker.model["b"] += 1.0
-        worker.model["w"] = np.ones(4)
+        worker.model.update(worker.model)
+        replace(worker.model, {"w": np.ones(4)})
 
-    with pytest.raises(UserError, match=r"worker.model\['w'\] was given another array"):
+    with pytest.raises(UserError, match=rf"worker.model\['{name}'\] was given another array"):
         Server(weights(), optimizer=SGD).simulate(body)
+
+
+def _parameters(worker: Worker) -> Any:
+    deepcopy(worker.model)["w"] = 2.0
+    return worker.model
+
+
+def test_the_parameters_are_copied_and_returned_as_a_dict() -> None:
+    (found,) = Server(weights(), optimizer=SGD).run(_parameters)
+    assert type(found) is dict and found["w"].tolist() == [0.0] * 4
 
 
 def test_a_saved_run_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -873,6 +959,19 @@ def test_a_module_has_the_buffers_of_worker_0(strategy: str, workers: int, tmp_p
         assert torch.equal(value, another.state_dict()[name]), name
     further = server.run(normalise, workers=workers, data=data, batch_size=8)
     assert min(further[0]) > max(means[0])
+
+
+def modes(worker: Worker) -> list[bool]:
+    return [each.training for each in worker.model.modules()]
+
+
+def test_parts_of_a_module_that_are_in_eval_mode_stay_so() -> None:
+    """Unless the whole was evaluated between two runs."""
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(4).eval(), torch.nn.Linear(4, 1))
+    server = Server(module, optimizer=SGD)
+    assert server.run(modes) == [[True, False, True]]
+    module.eval()
+    assert server.run(modes) == [[True, True, True]]
 
 
 def test_so_it_has_in_a_replay_and_in_virtual_time(tmp_path: Path) -> None:
@@ -1120,6 +1219,30 @@ def test_a_step_that_is_skipped_is_one(strategy: str, updates: int) -> None:
     assert server.model["w"].tolist() == [1.0 - updates] * 3
 
 
+def test_a_run_that_ends_before_the_masters_are_written_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(session: WorkerSession) -> None:
+        raise KeyError("before")
+
+    monkeypatch.setattr(WorkerSession, "_publish", fail)
+    server = Server(model := {"w": np.ones(3)}, update=SGD)
+    with pytest.raises(KeyError, match="before"):
+        server.simulate(pushes_one, data=4)
+    assert model["w"].tolist() == [1.0] * 3
+
+
+def writes_in_place(worker: Worker) -> None:
+    for _ in worker.batches():
+        worker.model["w"] -= 1.0
+
+
+def test_who_writes_to_the_masters_need_not_push(capfd: pytest.CaptureFixture[str]) -> None:
+    server = Server(model := {"w": np.zeros(3)}, "hogwild", optimizer=SGD)
+    server.run(writes_in_place, workers=1, data=4, batch_size=1)
+    assert model["w"].tolist() == [-4.0] * 3 and "no push" not in capfd.readouterr().err
+
+
 def test_what_the_user_writes_between_runs_is_saved(tmp_path: Path) -> None:
     for w in (np.zeros(3), torch.zeros(3)):
         server = Server({"w": w}, update=SGD)
@@ -1131,6 +1254,34 @@ def test_what_the_user_writes_between_runs_is_saved(tmp_path: Path) -> None:
         assert server.model["w"].tolist() == [100.0] * 3
 
 
+@pytest.mark.parametrize("given", [np.ones(2), torch.ones(2)])
+def test_an_array_put_in_the_place_of_one_between_runs_is_trained(given: Any) -> None:
+    server = Server(model := {"w": given}, update={"name": "sgd", "lr": 1.0})
+    body = partial(push_ones, gradient={"w": np.ones(2)})
+    for start in (1.0, 10.0):
+        model["w"] = given * 0 + start
+        server.run(body)
+        assert server.model["w"] is model["w"] and model["w"].tolist() == [start - 3] * 2
+    model["w"] = np.ones(3)
+    with pytest.raises(
+        UserError, match=r"the model was changed: w is .*\(3,\).*, and was .*\(2,\)"
+    ):
+        server.run(body)
+
+
+def test_a_layer_put_in_the_place_of_one_between_runs_is_trained_and_saved(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
+    server = Server(module, update={"name": "sgd", "lr": 1.0})
+    module[0] = deepcopy(module[0])
+    before = module[0].weight.detach().clone()
+    server.run(partial(push_ones, gradient={"0.weight": torch.ones(1, 2)}))
+    assert torch.equal(module[0].weight, before - 1 - 1 - 1)
+    module[0] = deepcopy(module[0])
+    module[0].weight.data.fill_(7.0)
+    server.save(tmp_path / "run.pt")
+    assert torch.load(tmp_path / "run.pt")["parameters"]["0.weight"].tolist() == [[7.0, 7.0]]
+
+
 def pushes_one(worker: Worker) -> None:
     for _ in worker.batches():
         worker.push({"w": np.ones(3)})
@@ -1139,6 +1290,8 @@ def pushes_one(worker: Worker) -> None:
 def test_a_column_of_pandas_is_read_by_place() -> None:
     class Labelled(list[int]):
         """Looks numbers up among its labels, which are in another order."""
+
+        ndim, shape = 1, (4,)
 
         def __getitem__(self, label: Any) -> Any:
             return super().__getitem__([3, 0, 2, 1].index(label))
@@ -1155,6 +1308,8 @@ def test_a_column_of_pandas_is_read_by_place() -> None:
     data = Data({"x": np.array([3, 0, 2, 1]), "y": Labelled([30, 0, 20, 10])})
     taken = data.take([0, 3, 2])
     assert taken["x"].tolist() == [3, 1, 2] and list(taken["y"]) == [30, 10, 20]
+    alone, one_of_two = Data(Labelled([30, 0, 20, 10])), Data((Labelled([30, 0, 20, 10]),) * 2)
+    assert alone.take([0, 3, 2]).tolist() == one_of_two.take([0, 3, 2])[1].tolist() == [30, 10, 20]
 
 
 def normed(worker: Worker) -> Any:

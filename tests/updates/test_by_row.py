@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -194,6 +194,26 @@ def test_rows_glide_as_under_dense_momentum_and_only_those_in_motion_are_moved(n
     kept = ours.update.state().parameters[0]["momentum_buffer"]
     expected = theirs.state_dict()["state"][0]["momentum_buffer"]
     torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", MOMENTUM)
+@pytest.mark.parametrize(
+    "rate",
+    [lambda n: 0.1 * (n % 3 > 0), lambda n: 0.1 if n % 50 > 30 else 1e-9, lambda n: 0.1 * 0.99**n],
+)
+def test_rows_glide_as_under_dense_momentum_whatever_the_rate_becomes(
+    name: str, rate: Callable[[int], float]
+) -> None:
+    ours, parameter = Stepped(MOMENTUM[name]), torch.nn.Parameter(table())
+    theirs = MOMENTUM[name]([parameter])
+    for step in range(100):
+        brought = gradient(step, 2 if step < 90 else 0, N)
+        parameter.grad = brought.to_dense()
+        theirs.param_groups[0]["lr"] = rate(step)
+        ours.update.set_groups([{"lr": rate(step)}])
+        theirs.step()
+        ours.step([brought])
+    torch.testing.assert_close(ours.masters[0], parameter.detach(), rtol=2e-6, atol=2e-6)
 
 
 def test_momentum_goes_on_after_a_dense_gradient_and_from_what_torch_has_saved() -> None:

@@ -174,8 +174,10 @@ def room(memory: torch.Tensor | None, n: int, like: torch.Tensor) -> torch.Tenso
 # in place, so these steps cannot be deferred. But the momentum of a row without gradients decays:
 # after about log(2⁻²⁴)/log(momentum) steps (150 for 0.9) it changes no element any more, and the
 # row is at rest. Its momentum is multiplied by the product of all momenta since when the row has a
-# gradient again, or is saved. So a step costs as much as the rows in motion. The parameters are
-# those of dense momentum: to the bit while the learning rate does not rise, else to rounding.
+# gradient again, or is saved. So a step costs as much as the rows in motion. A row rests if the
+# largest rate so far would not change it; where the rate rises above that, all rows with a momentum
+# are in motion again. The parameters are those of dense momentum: to the bit while the rate does
+# not rise, else to rounding.
 #
 # Legend: R rows of shape (...), n of them.
 
@@ -184,6 +186,7 @@ Scratch = Sequence[Block]  # n rows or more each
 Map = Callable[[Callable[[Scratch, slice], Any], Rows], list[Any]]
 
 _SMALLEST = 1e-300
+_NONE: Rows = np.empty(0, np.int64)
 
 
 class LazyMomentum:
@@ -200,9 +203,8 @@ class LazyMomentum:
         self._moves = np.zeros(parameter.n_rows, dtype=bool)
         self._passed = 0.0  # the logarithm of the product of all momenta so far
         self._rested = np.zeros(parameter.n_rows)  # its value when the row came to rest
-        # Rows with a momentum are in motion.
-        self._gliding: Rows = _in_rows(self.buffer.whole).any(dim=1).nonzero().flatten().numpy()
-        self._moves[self._gliding] = True
+        self._largest = 0.0  # rate, for which a row at rest does not move
+        self._gliding: Rows = _NONE  # rows in motion
 
     def step(self, touched: Touched, group: Mapping[str, Any], first: bool, over: Map) -> Rows:
         """One step; returns the rows in motion.
@@ -215,6 +217,7 @@ class LazyMomentum:
         rows, g = touched.rows, touched.values
         if group.get("maximize"):
             g.neg_()
+        self._set_off(float(group["lr"]))
         in_motion = self._moves[rows]
         missed = np.where(in_motion, 1.0, np.exp(self._passed - self._rested[rows]))
         self._passed += math.log(max(float(group["momentum"]), _SMALLEST))
@@ -226,6 +229,16 @@ class LazyMomentum:
         self._moves[rows] = True
         self._gliding = np.concatenate([others, rows])
         return self._gliding
+
+    def _set_off(self, rate: float) -> None:
+        """Under a rate that has risen, rows with a momentum are in motion."""
+        if rate <= self._largest:
+            return
+        self._largest = 2 * rate if self._largest else rate  # a warm-up looks seldom
+        self.catch_up()
+        self._gliding = _in_rows(self.buffer.whole).any(dim=1).nonzero().flatten().numpy()
+        self._moves[:] = False
+        self._moves[self._gliding] = True
 
     def _step_lazily(self, rows: Rows, group: Mapping[str, Any], over: Map) -> Rows:
         """Move rows without a gradient; returns those still in motion."""
@@ -239,6 +252,8 @@ class LazyMomentum:
             speed = speed.mul_(momentum) if nesterov else speed
             after = torch.add(before, speed, alpha=rate, out=scratch[2].tensor[: len(own)])
             self._parameter.put(own, scratch[2])
+            if rate > -self._largest:
+                after = torch.add(before, speed, alpha=-self._largest, out=after)
             moved: np.ndarray[Any, np.dtype[np.bool_]]
             moved = _in_rows(before.ne_(after)).any(dim=1).numpy()
             return moved
@@ -288,7 +303,6 @@ class LazyMomentum:
 _PORTION = 64 * 1024  # elements: 4 tensors of this size fit the cache, and repay waking a thread
 _TEMPORARIES = 4  # three for a kernel, and the gradient
 _MOMENTUM = "momentum_buffer"
-_NONE: Rows = np.empty(0, np.int64)
 _DTYPES = (torch.float32, torch.float64)
 
 

@@ -429,6 +429,21 @@ def test_a_minimum_is_said_and_kept(recwarn: Any) -> None:
     assert "LBFGS is at a minimum" in said or "LBFGS has found no lower point" in said
 
 
+def test_the_minimum_of_a_loss_of_small_numbers_is_found_too() -> None:
+    place = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    search = LBFGS([place], tolerance_grad=0.0)
+
+    def closure() -> torch.Tensor:
+        place.grad = None
+        loss = 1e-8 * (place - 3).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(20):
+        search.step(closure)
+    assert place.item() == pytest.approx(3.0)
+
+
 def test_weight_decay_of_the_modules_own_optimizer_is_said_to_have_no_effect(
     recwarn: Any,
 ) -> None:
