@@ -42,8 +42,8 @@ class Layout:
 
     ``transport``: dtype in which gradients of float32 parameters are sent, rounded to nearest
     even; masters and optimizer state keep theirs. ``gradients``: whether workers send any, which
-    reserves memory for their rows; ``sparse``: numbers of slots with sparse gradients, ``frozen``:
-    of parameters without any so far, whose memory is allocated on the first write.
+    reserves memory for their rows; ``sparse``: numbers of slots with sparse gradients, whose memory
+    is allocated on the first write.
     """
 
     slots: tuple[Slot, ...]
@@ -52,7 +52,6 @@ class Layout:
     transport: torch.dtype | None = None
     gradients: bool = True
     sparse: frozenset[int] = frozenset()
-    frozen: frozenset[int] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(
@@ -65,17 +64,14 @@ class Layout:
     ) -> Layout:
         """Place the tensors one after the other, each dtype in its own buffer."""
         sizes: dict[torch.dtype, int] = {}
-        slots, frozen = [], []
-        for number, (name, tensor) in enumerate(named):
+        slots = []
+        for name, tensor in named:
             offset = sizes.get(tensor.dtype, 0)
             shape, stride = tuple(tensor.shape), dense_stride(tensor)
             slots.append(Slot(name, tensor.dtype, offset, tensor.numel(), shape, stride))
             step = ALIGNMENT_BYTES // tensor.element_size()
             sizes[tensor.dtype] = offset + -(-tensor.numel() // step) * step
-            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-                frozen.append(number)
-        numbers = frozenset(sparse), frozenset(frozen)
-        return cls(tuple(slots), sizes, state_bytes, transport, gradients, *numbers)
+        return cls(tuple(slots), sizes, state_bytes, transport, gradients, frozenset(sparse))
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of parameters of ``dtype`` are sent."""

@@ -255,12 +255,13 @@ class Store:
         found = [self.region_of_gradients(worker) for worker in elsewhere]
         if self.private_parameters:
             found += [self.region_of_parameters(worker) for worker in elsewhere]
-        rarely = list(self.layout.stretches(self.layout.sparse | self.layout.frozen))
         for worker in self._here:
             if not self.layout.gradients:
                 found.append(self.region_of_gradients(worker))
-            for dtype, part in rarely if self.layout.gradients else ():
-                start, stop = self.span_of_row(worker, dtype, part.start, part.stop)
+            for number in self.layout.sparse if self.layout.gradients else ():
+                slot = self.layout.slots[number]
+                start = self._place("gradients", worker, slot)
+                stop = start + slot.numel * self._stored("gradients", worker, slot.dtype).itemsize
                 first, last = -(-start // mmap.PAGESIZE), stop // mmap.PAGESIZE
                 if last > first:
                     found.append((first * mmap.PAGESIZE, last * mmap.PAGESIZE))

@@ -228,22 +228,6 @@ def test_rows_of_sparse_gradients_take_memory_as_they_come() -> None:
     assert float(store.gradient(2, last).mean()) == 2.0
 
 
-def test_rows_of_frozen_parameters_take_memory_once_they_are_trained() -> None:
-    base = [torch.nn.Parameter(torch.empty(512, 256), requires_grad=False) for _ in range(2)]
-    named = [("a", base[0]), ("b", base[1]), ("adapter", torch.nn.Parameter(torch.empty(9)))]
-    store = Store(Layout.of(named), 3, private_parameters=False)
-
-    def taken() -> int:
-        return os.fstat(store.arena.fd).st_blocks * 512
-
-    before = taken()
-    assert 2**20 <= before < 2**20 + 20 * mmap.PAGESIZE, "the masters, and no row of the base"
-    store.gradient(1, store.layout.slots[2]).fill_(1.0)
-    assert taken() == before
-    store.gradient(1, store.layout.slots[0]).fill_(2.0)
-    assert taken() == pytest.approx(before + 2**19, abs=4 * mmap.PAGESIZE)
-
-
 def test_another_process_sees_the_same_through_the_descriptor() -> None:
     layout = Layout.of(mixed())
     mine = Store(layout, 2, private_parameters=True)
