@@ -47,21 +47,12 @@ class DirtyRows:
         self._layout, self._masters, self._copies = layout, masters, copies
         self._lacks: dict[int, list[list[Rows] | None]] = {}  # slot -> worker; None: all rows
         self._tables: dict[int, list[Table]] = {}  # slot -> the master's, then each copy's
-        # Whether all parameters -> parts not copied by rows.
-        self._rest: dict[bool, list[tuple[torch.dtype, slice]]] = {}
-        self._changing: set[int] | None = None  # slots; None: any may change without a note
-        self._new: set[int] = set()  # workers whose copy has not been brought since then
+        self._rest: list[tuple[torch.dtype, slice]] | None = None  # parts not copied by rows
         self.n_changes = 0  # of the masters
 
-    def begin(self, numbers: Iterable[int]) -> None:
-        """The masters were written; from now on only these change, and others that are noted."""
-        self.all_of(range(len(self._layout.slots)))
-        self._changing, self._new = set(numbers), set(range(len(self._copies)))
-        self._rest.clear()
-
-    def note(self, numbers: Collection[int], moved: Mapping[int, Rows]) -> None:
+    def note(self, numbers: Iterable[int], moved: Mapping[int, Rows]) -> None:
         """Record an update of these parameters; of some it has ``moved`` only these rows."""
-        self._change(numbers)
+        self.n_changes += 1
         if not moved and not self._lacks:
             return
         for number in moved.keys() - self._lacks.keys():
@@ -69,21 +60,15 @@ class DirtyRows:
             self._tables[number] = [
                 self._table(each, number) for each in (self._masters, *self._copies)
             ]
-            self._rest.clear()
+            self._rest = None
         for number in self._lacks.keys() & set(numbers):
             self._add(number, moved.get(number))
 
-    def all_of(self, numbers: Collection[int]) -> None:
+    def all_of(self, numbers: Iterable[int]) -> None:
         """Record that these parameters have changed as a whole."""
-        self._change(numbers)
+        self.n_changes += 1
         for number in self._lacks.keys() & set(numbers):
             self._add(number, None)
-
-    def _change(self, numbers: Collection[int]) -> None:
-        self.n_changes += 1
-        if self._changing is not None and not self._changing.issuperset(numbers):
-            self._changing.update(numbers)
-            self._rest.clear()
 
     def _add(self, number: int, rows: Rows | None) -> None:
         workers = self._lacks[number]
@@ -97,12 +82,14 @@ class DirtyRows:
 
     def bring(self, worker: int) -> None:
         """Update the worker's copy from the masters."""
-        whole = self._changing is None or worker in self._new
-        self._new.discard(worker)
-        if whole not in self._rest:
-            numbers = set(range(len(self._layout.slots))) if whole else self._changing or set()
-            self._rest[whole] = list(self._layout.stretches(numbers - self._lacks.keys()))
-        for dtype, part in self._rest[whole]:
+        if not self._lacks:
+            for dtype, masters in self._masters.items():
+                self._copies[worker][dtype].copy_(masters)
+            return
+        if self._rest is None:
+            others = set(range(len(self._layout.slots))) - self._lacks.keys()
+            self._rest = list(self._layout.stretches(others))
+        for dtype, part in self._rest:
             self._copies[worker][dtype][part].copy_(self._masters[dtype][part])
         for number, workers in self._lacks.items():
             master, own = self._tables[number][0], self._tables[number][1 + worker]

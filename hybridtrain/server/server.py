@@ -84,7 +84,6 @@ from hybridtrain.server.stop_requests import StopRequests
 from hybridtrain.server.timeline import Timeline
 from hybridtrain.server.workers_updates import WorkersUpdates
 from hybridtrain.updates import OptimizerFailed, Optimizers, load_updates
-from hybridtrain.updates.groups import numbers_of
 from hybridtrain.updates.staleness import Correction
 from hybridtrain.updates.staleness.correction import LateGradients
 from hybridtrain.updates.thread_pool import Pool
@@ -449,8 +448,7 @@ class Server:
             self.statistics.start(install.version)
             self._rounds.begin(install.version, install.last)
         self.adopt(store, Optimizers(updates, store, self._pool))
-        stepped = [number for update in updates for number in numbers_of(update.members)]
-        store.moves.begin(stepped)  # the leader has written the masters
+        store.moves.all_of(range(len(store.layout.slots)))  # the leader has written the masters
         for worker in workers:
             self._rounds.refresh(worker)
         return Done()

@@ -33,7 +33,7 @@ def test_whatever_moved_in_whatever_order_a_refreshed_copy_is_what_the_masters_a
     store, dice = make(3), random.Random(seed)
     masters = [store.master(slot) for slot in store.layout.slots]
     for step in range(60):
-        match dice.choice(["rows", "rows", "rows", "step", "begin", "write", "refresh"]):
+        match dice.choice(["rows", "rows", "rows", "step", "write", "refresh"]):
             case "rows":
                 number = dice.choice([0, 2])
                 rows = np.array(dice.sample(range(ROWS[number]), dice.randrange(0, 20)), np.int64)
@@ -44,10 +44,6 @@ def test_whatever_moved_in_whatever_order_a_refreshed_copy_is_what_the_masters_a
                 for master in masters:
                     master.add_(0.5)
                 store.moves.note(range(4), {})
-            case "begin":
-                for master in masters:
-                    master.sub_(0.5)
-                store.moves.begin([1])
             case "write":
                 value = torch.full((ROWS[0], 4), float(step))
                 store.take(dice.randrange(3), {0: value.numpy().tobytes()})
@@ -58,25 +54,6 @@ def test_whatever_moved_in_whatever_order_a_refreshed_copy_is_what_the_masters_a
     for worker in range(3):
         store.refresh(worker)
         assert equal(store, worker)
-
-
-def test_frozen_parameters_are_copied_once_unless_they_are_trained_later() -> None:
-    store = make()
-    trained, *_, frozen = store.layout.slots
-    store.master(frozen).fill_(7.0)
-    store.moves.begin([0])
-    for worker in range(2):
-        store.refresh(worker)
-        assert equal(store, worker)
-    store.parameter(0, frozen).fill_(-1.0)
-    store.master(trained).add_(1.0)
-    store.moves.note([0], {})
-    store.refresh(0)
-    assert torch.equal(store.parameter(0, trained), store.master(trained))
-    assert bool((store.parameter(0, frozen) == -1.0).all()), "it was copied before"
-    store.moves.note([0, 3], {})
-    store.refresh(0)
-    assert equal(store, 0)
 
 
 def test_only_rows_that_have_moved_are_copied() -> None:
