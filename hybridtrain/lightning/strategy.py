@@ -228,6 +228,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
                 around(Point.CLIP, self.precision_plugin, self.record_clip)
             if self.session.averages:
                 around(Point.BACKWARD, self.precision_plugin, self.backward_and_average)
+                before(Point.CLIP, self.precision_plugin, self.session.average_own)
             streams = self.session.replica.streams
             self._ahead = None if streams is None else Ahead(streams, trainer)
             if self._back is not None:

@@ -97,6 +97,11 @@ def is_addable(dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
+def has_sums(dtype: torch.dtype) -> bool:
+    """Whether torch adds such values: whole numbers, too, but no truth values and no float8."""
+    return is_addable(dtype) or not (dtype.is_floating_point or dtype == torch.bool)
+
+
 # ---- different parameters that share memory -----------------------------------------------------
 # Two names of one ``Parameter`` are tied and stay tied. Two ``Parameter`` objects over the same
 # bytes would get separate places in the shared buffers, and silently become independent.

@@ -17,7 +17,7 @@ import torch
 
 from hybridtrain.memory.arena import ALIGNMENT_BYTES, Arena, SharedArenas, align
 from hybridtrain.memory.counters import N_WORDS, MadeSteps, UpdateProgress
-from hybridtrain.memory.layout import Layout, Slot
+from hybridtrain.memory.layout import Layout, Slot, has_sums
 from hybridtrain.memory.sparse_rows import Packed, Rows, Table
 
 # ---- rows of the masters that have changed since each worker's copy was last updated ------------
@@ -378,9 +378,10 @@ class Store:
             slot = self.layout.slots[number]
             value = tensor_of(elements, slot.dtype, slot.shape)
             if self.private_parameters:
-                read = self.parameter(worker, slot)
-                if meeting is None or self._written_behind.get(number) != meeting:
-                    master = self.master(slot)
+                read, master = self.parameter(worker, slot), self.master(slot)
+                if not has_sums(slot.dtype):
+                    master.copy_(value)
+                elif meeting is None or self._written_behind.get(number) != meeting:
                     moved = torch.add(master, value - read)
                     rests = (master == read) | master.isnan()
                     torch.where(rests, value, moved, out=master)  # to the bit

@@ -47,7 +47,8 @@ from hybridtrain.util.option_types import Checked, NotNegative, Positive
 class FirstK(Checked):
     """Apply the mean of the first k gradients.
 
-    A worker that brings nothing (it only fetches, or abstains) is none of the k, and goes on.
+    A worker that brings nothing (it only fetches, or abstains) is none of the k, and goes on. The
+    others wait for k gradients, or until it has ended its data.
 
     Args:
         k: gradients per update; ``None``: all workers but one. Fewer when fewer workers are active

@@ -121,12 +121,17 @@ class Model:
 
     # ---- other places ---------------------------------------------------------------------------
 
+    @torch.no_grad()
     def renewed(self) -> Model:
         """The same model as it is now: the user may have put other arrays or layers into it.
 
         Raises:
             UserError: if they have other names, shapes or types.
         """
+        if self._has_same_arrays():
+            for name, parameter in self.named:
+                parameter.data.copy_(_view(self._arrays[name]))
+            return self
         now = Model(self.given)
         kinds = [{name: (p.dtype, tuple(p.shape)) for name, p in m.named} for m in (self, now)]
         for name in kinds[0] | kinds[1]:
@@ -137,6 +142,16 @@ class Model:
                     "another Server for it"
                 )
         return now
+
+    def _has_same_arrays(self) -> bool:
+        """Whether the model is made of the arrays that it was made of at first."""
+        if self.module is not None:
+            return False
+        now = _arrays(self.given)
+        return now.keys() == self._arrays.keys() and all(
+            now[name] is self._arrays[name] and tuple(now[name].shape) == tuple(p.shape)
+            for name, p in self.named
+        )
 
     def apart(self) -> Model:
         """The same model with memory of its own."""

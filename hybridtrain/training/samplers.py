@@ -51,7 +51,8 @@ def drawn(sampler: Sampler[int], client: Client, epoch: int) -> list[int]:
     """The order of the user's own sampler, drawn by worker 0 for all (it may be random)."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    mine = list(map(_plain, sampler)) if client.is_leader else None
+    draws = client.is_leader or client.solo  # who joins meets nobody yet
+    mine = list(map(_plain, sampler)) if draws else None
     return client.gather("order of the epoch", mine)[0]
 
 

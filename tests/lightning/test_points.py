@@ -112,7 +112,6 @@ OTHERS = {
     ("lightning/replay/module_task.py", "version"): "of our own trainer in virtual time",
     ("lightning/results/returned_optimizers.py", "optimizer"): "of torch's schedulers",
     ("lightning/results/returned_training.py", "trainer"): "the module's setter",
-    ("lightning/step/session.py", "backward"): "of torch, in a training_step by hand",
     ("lightning/step/step_rollback.py", "is_last_batch"): "a value of Lightning's progress",
 }
 

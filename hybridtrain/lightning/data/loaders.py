@@ -360,7 +360,7 @@ class Loaders:
         begun = [sampler for sampler in self.samplers if sampler.has_begun(epoch)]
         loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
         ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
-        if others_go_on(self.samplers, ours, self._left_by_lost):
+        if others_go_on(self.samplers, ours, None if alone else self._left_by_lost):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
             checkpoint = self._ends.reopened(checkpoint)
         again = alone or self.under_way

@@ -115,12 +115,14 @@ def interrupt_updates(server: Server, faults: Faults) -> None:
     rounds: Any = server._rounds
     schedules = [Schedule(wanted, worker, fault_log) for worker in range(fault_log.n_workers)]
     step = rounds._step
+    own = server.requirements.parameters == "own"  # the step has been counted before its push
 
     def stepping(pushes: Mapping[int, Push]) -> Any:
+        reached = {worker: fault_log.progress(worker) for worker in pushes}
         due = [
-            (fault_log.progress(worker)[1], fault)
-            for worker in pushes
-            for fault in schedules[worker].due("update", fault_log.progress(worker)[0])
+            (pid, fault)
+            for worker, (progress, pid) in reached.items()
+            for fault in schedules[worker].due("update", progress - own)
         ]
         return _struck(server._pool, due, lambda: step(pushes)) if due else step(pushes)
 

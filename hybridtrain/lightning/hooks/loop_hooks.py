@@ -22,7 +22,7 @@ from pytorch_lightning.utilities.data import (
     _dataloader_init_kwargs_resolve_sampler,
     _get_dataloader_init_args_and_kwargs,
 )
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchmetrics import Metric
 
 _LOGGED_STEP = "_batches_that_stepped"
@@ -291,10 +291,12 @@ def takes_a_sampler(dataloader: DataLoader[Any]) -> bool:
     """Whether Lightning can put a sampler into the loader's batch sampler.
 
     A class that makes mini-batches in its own way (grouped by length) would make others of a part
-    of the samples, and one that does not begin with a ``sampler`` would take it for its data set.
+    of the samples, unless it was to (of a ``DistributedSampler``), and one that does not begin with
+    a ``sampler`` would take it for its data set.
     """
     kind: Any = type(dataloader.batch_sampler)
-    if kind.__iter__ is not BatchSampler.__iter__:
+    parts = isinstance(getattr(dataloader.batch_sampler, "sampler", None), DistributedSampler)
+    if kind.__iter__ is not BatchSampler.__iter__ and not parts:
         return False
     if next(iter(signature(kind).parameters), None) != "sampler":
         return False

@@ -81,7 +81,7 @@ class Point(Enum):
         "Patience.write",
     )
     # precision plugin
-    CLIP = "clip_gradients", "HybridStrategy.record_clip"
+    CLIP = "clip_gradients", "HybridStrategy.record_clip Session.average_own"
     BACKWARD = "backward", "HybridStrategy.backward_and_average"
     # session
     AVERAGE = "average", "Absence.gradients_are_there"

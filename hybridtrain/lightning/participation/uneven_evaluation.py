@@ -108,7 +108,8 @@ class UnevenEvaluation:
         for number, loader in enumerate(combined_loader(self._loop).flattened):
             if not is_dealt(loader):
                 n = batches[number]
-                left = limited_batches(self._stage, n * workers, limit)
+                most = (n + 1) * workers - 1  # of all: shares differ by one
+                left = limited_batches(self._stage, most, limit)
                 batches[number] = left if self._predicts else max(int(n * limit), min(n, 1))
 
     def _show_batches(self, known: Any) -> None:

@@ -123,7 +123,8 @@ def load_weights(
 
     Args:
         heavy: ``weights``: the state that the module has saved, which may lack parameters or have
-            other names for them; ``parameters`` and ``buffers``: all, by their names in the module.
+            other names for them; ``parameters``: all, by their names in the module, ``None`` for
+            those in ``weights``; ``buffers``: all.
 
     Warns of weights that fit no parameter of the module.
     """
@@ -135,7 +136,7 @@ def load_weights(
     # unexpected what would belong to an attribute that is None here.
     module.load_state_dict(weights, strict=False)
     homeless = weights.keys() - module.state_dict().keys()
-    homeless |= _take_parameters(module, heavy["parameters"], weights)
+    homeless |= _take_parameters(module, heavy["parameters"])
     if homeless:
         why = "make layers in __init__ or configure_model"
         if error is not None:
@@ -149,13 +150,13 @@ def load_weights(
 
 @torch.no_grad()
 def _take_parameters(
-    module: torch.nn.Module, parameters: dict[str, torch.Tensor], weights: dict[str, Any]
+    module: torch.nn.Module, parameters: dict[str, torch.Tensor | None]
 ) -> set[str]:
-    """Take over those that ``weights`` have not under their name; returns the names of no one's."""
+    """Take over those that the weights have not; returns the names that are no parameter's here."""
     here = dict(module.named_parameters(remove_duplicate=False))
     for name, theirs in parameters.items():
         mine = here.get(name)
-        if mine is None or is_lazy(mine) or name in weights:
+        if mine is None or theirs is None or is_lazy(mine):
             continue
         if mine.shape == theirs.shape:
             mine.copy_(theirs)

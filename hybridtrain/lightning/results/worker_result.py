@@ -79,7 +79,10 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
         return outputs
     heavy = {
         "weights": weights,
-        "parameters": {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)},
+        "parameters": {
+            name: None if name in weights else parameter.detach()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        },
         "buffers": dict(module.named_buffers(remove_duplicate=False)),
         "trained": Trained.of(trainer) if trainer.state.fn == "fit" else None,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -95,8 +95,8 @@ class Session(WorkerSession):
         super().__init__(client, trained, requirements, context.exchange, context.update, on_fault)
         slots = self._store.layout.slots
         self._means = [self._store.mean(slot) for slot in slots] if self.averages else []
-        self._has_meant: dict[int, TensorWeakRef] = {}  # the gradients of this mini-batch
-        self._in_lightning = False  # in its backward, behind which the strategy averages
+        self._by_hand = self.averages and not module.automatic_optimization
+        self._meant = Meant(self._parameters if self._by_hand else [])
 
     def _make_guard(self, on_fault: OnFault, check: FiniteCheck, layout: Layout) -> Guard:
         return GradientGuard(on_fault, check, layout, self.trainer)
@@ -106,6 +106,10 @@ class Session(WorkerSession):
     def install(self) -> None:
         """Training begins: the server takes the optimizers over, with the state they have now."""
         self.begin(self.trainer.global_step, last_version(self.trainer))
+
+    def close(self) -> None:
+        super().close()
+        self._meant.close()
 
     def _is_handed_over(self) -> None:
         self.saved.take_back(self.steps)
@@ -138,7 +142,7 @@ class Session(WorkerSession):
             super()._parts(),
             manual=not self._module.automatic_optimization,
             released=(lambda version: None) if wants.whole_rounds else counts,
-            complete=self._average_set if self.averages else super()._parts().complete,
+            complete=self.average_own,
             goes_ahead=ahead and parameters_rest(self.trainer),
             endless=endless,
             nothing=do_nothing_closure,
@@ -268,7 +272,7 @@ class Session(WorkerSession):
             together: samples of all workers in this step, if that is known.
         """
         self._has_met = self._broken_off = False
-        self._has_meant = {}
+        self._meant.begin_batch()
         self.guard.begin(batch, self._gathered.stepped)
         joint = self._module.automatic_optimization and not self.has_own_parameters
         self.begin_samples(samples, together if joint else None)
@@ -352,26 +356,16 @@ class Session(WorkerSession):
         request = Average(weight, Row(absent, packed, encoded))
         among = self._client if self._group is None else self._group
         self._take_means(trained, among.average(request))
-        if not automatic:
-            given = ((n, p.grad) for n, p in trained.items())
-            self._has_meant = {n: TensorWeakRef(g) for n, g in given if g is not None}
+        self._meant.note(trained)
 
-    def _average_own(self) -> None:
-        """The module has called ``backward`` itself, as all-reduce allows."""
-        if not self._in_lightning:
-            self.average()
-
-    def _average_set(self, numbers: Iterable[int]) -> None:
-        """A step by hand begins: average gradients that no ``backward`` has made (set by the
-        module, of ``torch.func``), as in every worker.
+    def average_own(self, numbers: Iterable[int] | None = None) -> None:
+        """By hand, before a step of these slots (``None``: all) or a clipping, and at the end of a
+        ``training_step``: all workers average gradients that are no mean yet (of
+        ``loss.backward()``, or set by the module).
         """
-        if self._module.automatic_optimization or self.steps_with_host:  # its closure averages
-            return
-        given = (
-            (n, self._parameters[n].grad) for n in numbers if self._parameters[n].requires_grad
-        )
-        known = self._has_meant
-        if any(g is not None and not (n in known and known[n]() is g) for n, g in given):
+        numbers = range(len(self._parameters)) if numbers is None else numbers
+        # The closure of a step with the host averages.
+        if self._by_hand and not self.steps_with_host and self._meant.lacks(numbers):
             self.average()
 
     def _take_means(self, trained: dict[int, torch.nn.Parameter], averaged: Averaged) -> None:
@@ -426,9 +420,8 @@ class Session(WorkerSession):
         try:
             if self._requirements.backs_up:
                 self._client.check_need()
-            by_hand = self.averages and not automatic
-            with after_backward(self._average_own) if by_hand else nullcontext():
-                output = step()
+            output = step()
+            self.average_own()  # what a later mini-batch will step
         except NotNeeded:
             output = None
         except Exception as error:
@@ -446,14 +439,11 @@ class Session(WorkerSession):
             step.watch(loss.detach())
         self.guard.see(loss)
         self.replica.adds(self.accumulates())
-        self._in_lightning = True
         try:
             return run()
         except Exception as error:
             if not isinstance(error, NotNeeded) and not self.guard.forgives(error):
                 raise
-        finally:
-            self._in_lightning = False
         for parameter in self._parameters:
             parameter.grad = None
         self._gathered.clear()
@@ -461,26 +451,69 @@ class Session(WorkerSession):
         return loss.detach()
 
 
-@contextmanager
-def after_backward(do: Callable[[], object]) -> Iterator[None]:
-    """Call ``do`` behind each ``backward`` that is not part of another (reentrant checkpoints)."""
-    run, depth = torch.autograd.backward, 0
+# ---- gradients under manual optimization ---------------------------------------------------------
 
-    def backward(*args: Any, **kwargs: Any) -> None:
-        nonlocal depth
-        depth += 1
-        try:
-            run(*args, **kwargs)
-        finally:
-            depth -= 1
-        if not depth:
-            do()
 
-    torch.autograd.backward = backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = run
+class Meant:
+    """Which gradients are the mean of all workers: not those that the module has made since itself.
+
+    ``loss.backward()`` adds to a gradient, which a hook sees; the module may set another one, which
+    is another tensor; or write to one, in a mini-batch without a mean (else it clips that).
+
+    Args:
+        parameters: by slot number.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._known: dict[int, tuple[TensorWeakRef, int, int]] = {}  # with version and mini-batch
+        self._added: set[int] = set()
+        self._batch = 0
+        self._hooks: dict[int, Any] = {}
+        self._watch(n for n, p in enumerate(parameters) if p.requires_grad)
+
+    def _watch(self, numbers: Iterable[int]) -> None:
+        for n in numbers:
+            if n not in self._hooks:
+                parameter = self._parameters[n]
+                adds = partial(self._add, n)
+                self._hooks[n] = parameter.register_post_accumulate_grad_hook(adds)
+
+    def _add(self, number: int, _: torch.Tensor) -> None:
+        self._added.add(number)
+
+    def begin_batch(self) -> None:
+        """A mini-batch begins."""
+        self._batch += 1
+
+    def note(self, numbers: Iterable[int]) -> None:
+        """The gradients of these are the mean now."""
+        if not self._parameters:
+            return
+        for n in numbers:
+            if (gradient := self._parameters[n].grad) is not None:
+                self._known[n] = TensorWeakRef(gradient), gradient._version, self._batch
+        self._added.difference_update(numbers)
+        self._watch(numbers)
+
+    def lacks(self, numbers: Iterable[int]) -> bool:
+        """Whether one of these has a gradient that is not."""
+        trained = ((n, self._parameters[n]) for n in numbers)
+        return any(
+            p.requires_grad and p.grad is not None and not self._is_mean(n, p.grad)
+            for n, p in trained
+        )
+
+    def _is_mean(self, number: int, gradient: torch.Tensor) -> bool:
+        if number in self._added or number not in self._known:
+            return False
+        known, version, batch = self._known[number]
+        return known() is gradient and (batch == self._batch or version == gradient._version)
+
+    def close(self) -> None:
+        """Training is over."""
+        for hook in self._hooks.values():
+            hook.remove()
 
 
 # ---- a module that steps its parameters itself, without an optimizer -----------------------------

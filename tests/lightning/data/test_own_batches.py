@@ -10,9 +10,17 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 
+from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
+from tests.lightning.failover.test_coming_back import Killed
 from tests.lightning.toys import Recorder, Regression, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -68,6 +76,15 @@ class OverData(Sorted):
         super().__init__(RandomSampler(dataset), batch_size, drop_last)
 
     __iter__, __len__ = BatchSampler.__iter__, BatchSampler.__len__
+
+
+class Neighbours(Sorted):
+    """Sorts each mini-batch of its sampler's."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(sorted, BatchSampler.__iter__(self))
+
+    __len__ = BatchSampler.__len__
 
 
 class Unsized:
@@ -147,6 +164,24 @@ def test_a_run_goes_on_in_the_midst_of_an_epoch(strategy: str, make: Any, tmp_pa
     second = make_trainer(strategy, 2, **options)
     second.fit(Seen(), loader_of(make), ckpt_path=path)
     assert second.strategy.run_stats()["samples"] == left  # type: ignore[attr-defined]
+
+
+def test_one_of_a_distributed_sampler_makes_the_mini_batches_of_each_workers_part() -> None:
+    data = Recorder(regression_data(48))
+    loader = DataLoader(data, batch_sampler=Neighbours(DistributedSampler(data, 2, 0)))
+    make_trainer("hybrid", 2, max_epochs=1).fit(Regression(), loader)
+    assert data.counts.tolist() == [1] * 48
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_back_draws_those_of_a_validation_alone(tmp_path: Path) -> None:
+    data = Recorder(regression_data(16))
+    checked = DataLoader(data, batch_sampler=Neighbours(SequentialSampler(data)))
+    strategy = HybridStrategy(on_failure="restart")
+    trainer = make_trainer(strategy, 2, max_epochs=2, callbacks=[Killed(tmp_path, 1, 2)])
+    trainer.fit(Regression(), DataLoader(regression_data(), batch_size=4), checked)
+    assert trainer.strategy.run_stats()["samples"] == 96
+    assert data.counts.tolist() == [2] * 16
 
 
 def test_one_without_a_length_is_refused_with_a_way_out() -> None:
