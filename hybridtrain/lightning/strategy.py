@@ -242,8 +242,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             if self.hosts_of_run > 1 and self._back is None:
                 plans = [sampler.plan for sampler in self._loaders.samplers]
                 compare_workers(trainer, plans)
-                if self.session.buffers is None:
-                    share_buffers(trainer.lightning_module, self.client)
+                share_buffers(trainer.lightning_module, self.client, self.session.buffers is None)
             self.session.install()
             if self._back is not None:
                 self._back.restore_apart()

@@ -28,7 +28,7 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.memory.store import checksum
 from hybridtrain.options.strategy_arguments import LightningArguments
-from hybridtrain.training.step.shared_buffers import kept, put
+from hybridtrain.training.step.shared_buffers import kept, lies_apart, put
 from hybridtrain.util.option_types import hints
 
 if TYPE_CHECKING:
@@ -161,15 +161,16 @@ def compare_workers(trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
 
 
 @torch.no_grad()
-def share_buffers(module: nn.Module, client: Client) -> None:
+def share_buffers(module: nn.Module, client: Client, whole: bool) -> None:
     """Give all workers the buffers of worker 0: hosts that were not seeded have drawn others.
 
-    For workers that do not share them in memory.
+    ``whole``: all of them; else those that cannot be shared in memory, as the others are.
     """
     mine = [
         (each, each.buffer)
         for each in kept(module, copies=False).values()
         if each.buffer is not None and not is_lazy(each.buffer)
+        if whole or not lies_apart(each.buffer)
     ]
     if mine:
         theirs = [buffer.cpu() for _, buffer in mine] if client.is_leader else []
