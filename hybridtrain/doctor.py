@@ -38,7 +38,13 @@ from hybridtrain.lightning.hosts.agreement import (
 )
 from hybridtrain.lightning.hosts.cluster import check_key_is_reachable
 from hybridtrain.lightning.hosts.joining import gathering, reached
-from hybridtrain.memory.limits import available_bytes, container_cores, gpus, shared_memory_bytes
+from hybridtrain.memory.limits import (
+    available_bytes,
+    container_cores,
+    gpus,
+    named_gpus,
+    shared_memory_bytes,
+)
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.training.scheme import usable_cores
 from hybridtrain.util.arguments import command, split_options
@@ -51,7 +57,6 @@ from hybridtrain.worlds.hosts.probe import answer, measure
 from hybridtrain.worlds.local.signals import Interrupted
 
 OPTIONS = ("wait_s", "json")
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GIB, _MB = 1 << 30, 1_000_000
 _SLOW = 250 * _MB  # bytes a second; twice what 1 Gbit/s carries
 _ROW = 40 * _MB  # bytes of 10 million parameters
@@ -172,16 +177,16 @@ def _gpus(host: int, accelerator: str, devices: Any) -> Finding:
         advice = f"trainer.devices={devices} was given; give {fewer}, or workers_per_device"
     found = ", ".join(f"{each.n_bytes / _GIB:.0f} GiB" for each in there) or "none"
     if usable < len(there):
-        found += f", of which CUDA_VISIBLE_DEVICES={os.environ[_VISIBLE]} shows {usable}"
+        found += f", of which CUDA_VISIBLE_DEVICES={','.join(named_gpus() or [])} shows {usable}"
     return _finding(host, "GPUs", found + (f" (CUDA {built})" if built else ""), advice, wanted)
 
 
 def _visible(there: int) -> int:
     """The number of GPUs, or parts, that CUDA shows: those named before the first bad number."""
-    if (named := os.environ.get(_VISIBLE)) is None:
+    if (named := named_gpus()) is None:
         return there
     count = 0
-    for name in map(str.strip, named.split(",")):
+    for name in named:
         is_known = int(name) < there if name.isdecimal() else name.startswith(("GPU-", "MIG-"))
         if not is_known:
             break

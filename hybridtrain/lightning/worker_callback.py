@@ -52,8 +52,9 @@ class WorkerCallback(pl.Callback):
             self._marks_checkpoints = True
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
-        for timer in filter(lambda each: isinstance(each, Timer), trainer.callbacks):
-            forget_times(timer)
+        for callback in trainer.callbacks:
+            if isinstance(callback, Timer):
+                forget_times(callback)
         if validation_seconds(trainer) is not None:
             around(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.validate_together)
 

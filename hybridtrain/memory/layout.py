@@ -97,6 +97,11 @@ def is_addable(dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
+def as_parameter(values: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter of these values, which needs gradients if it can have some."""
+    return torch.nn.Parameter(values, is_addable(values.dtype))
+
+
 def has_sums(dtype: torch.dtype) -> bool:
     """Whether torch adds such values: whole numbers, too, but no truth values and no float8."""
     return is_addable(dtype) or not (dtype.is_floating_point or dtype == torch.bool)

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import resource
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -117,6 +118,12 @@ def gpus() -> list[Gpu]:
         return [_gpu(library, number) for number in range(count.value)]
     finally:
         library.nvmlShutdown()
+
+
+def named_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | None:
+    """The names in ``CUDA_VISIBLE_DEVICES`` (numbers, UUIDs, parts); ``None``: it is not set."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    return None if named is None else [name.strip() for name in named.split(",")]
 
 
 def _gpu(library: ctypes.CDLL, number: int) -> Gpu:

@@ -215,7 +215,7 @@ class Watchdog:
             self._also.conclude()
 
     def _sign(self, worker: Watched) -> Sign:
-        """Who waits for others of its host does not hang, unless none of them goes on."""
+        """A worker that waits for others of its host does not hang, unless none of them goes on."""
         waits = _waits(worker) if self._somebody_goes_on else bool(worker.asked)
         return Sign.of(worker.pid, waits, worker.heard, worker.heartbeat)
 

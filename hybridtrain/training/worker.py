@@ -500,7 +500,7 @@ class _Arrays(dict[str, Any]):
                 f"into the one that is there: worker.model[{name!r}][...] = ..."
             )
 
-    # Those of a dict write past ``__setitem__``.
+    # The methods of ``dict`` write past ``__setitem__``.
 
     def update(self, *given: Any, **named: Any) -> None:
         for name, value in dict(*given, **named).items():

@@ -9,7 +9,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import MergeRule
 from hybridtrain.memory import Store
-from hybridtrain.memory.layout import is_addable
+from hybridtrain.memory.layout import as_parameter
 from hybridtrain.updates.base import Contribution, Update
 from hybridtrain.updates.delay_tolerant import DelayTolerant, DelayTolerantUpdate
 from hybridtrain.updates.flat.flat_update import FlatUpdate
@@ -40,8 +40,7 @@ def load_updates(
     """
 
     def parameter(number: int) -> torch.nn.Parameter:
-        slot = store.layout.slots[number]
-        return torch.nn.Parameter(store.master(slot), is_addable(slot.dtype))
+        return as_parameter(store.master(store.layout.slots[number]))
 
     updates = [
         known[payload]

@@ -13,7 +13,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.memory.arena import SharedState
-from hybridtrain.memory.layout import is_addable
+from hybridtrain.memory.layout import as_parameter
 from hybridtrain.memory.scratch_file import fill
 from hybridtrain.protocol.events import Arrivals
 from hybridtrain.protocol.messages import (
@@ -419,8 +419,7 @@ def regroup(
     numbers = numbers_of(members)
     for number in numbers:
         if number not in parameters:
-            slot = store.layout.slots[number]
-            parameters[number] = torch.nn.Parameter(store.master(slot), is_addable(slot.dtype))
+            parameters[number] = as_parameter(store.master(store.layout.slots[number]))
         if number in left:
             optimizer.state[parameters[number]] = left.pop(number)
     # The dictionaries stay the same objects: an optimizer that wraps another shares them with it.

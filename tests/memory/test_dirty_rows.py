@@ -103,3 +103,13 @@ def test_a_write_is_a_difference_where_the_masters_have_moved_and_else_a_value()
     master[1] += 1.0
     store.take(0, {0: torch.tensor([0.3, 0.5, 0.0]).numpy().tobytes()})
     assert torch.equal(master, torch.tensor([0.3, 1.5, 0.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.int8])
+def test_a_write_to_what_torch_cannot_add_is_a_value(dtype: torch.dtype) -> None:
+    store = Store(Layout.of([("p", torch.zeros(2).to(dtype))]), 2, True)
+    written = torch.tensor([1.0, 0.0]).to(dtype)
+    store.take(0, {0: written.view(torch.uint8).numpy().tobytes()})
+    slot = store.layout.slots[0]
+    for found in (store.master(slot), store.parameter(0, slot)):
+        assert torch.equal(found.view(torch.uint8), written.view(torch.uint8))

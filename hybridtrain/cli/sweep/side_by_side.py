@@ -114,8 +114,8 @@ class Room:
         affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
         quota = limits.container_cores()
         self._cores = sorted(affinity(0))[: None if quota is None else max(1, int(quota))]
-        given = ENVIRONMENT.get("CUDA_VISIBLE_DEVICES")
-        found = [str(i) for i in range(len(limits.gpus()))] if given is None else given.split(",")
+        found = limits.named_gpus(ENVIRONMENT)
+        found = [str(i) for i in range(len(limits.gpus()))] if found is None else found
         self._gpus = [x for x in found if x]
 
     def has_more(self, n_running: int) -> bool:

@@ -152,7 +152,7 @@ def _uneven(optimizer: Mapping[str, Any], alike: bool) -> str | None:
 
 
 def _lacks(state: Mapping[str, Any], group: Mapping[str, Any], others: Iterable[Any]) -> bool:
-    """Whether it is a part of another parameter's, without something that all have."""
+    """The state lacks a part that torch's optimizers keep, and that another parameter's has."""
     known = _KNOWN & set(state)
     found = (set(other) for other in others if isinstance(other, Mapping))
     parts = any(set(state) < other and known < _KNOWN & other for other in found)

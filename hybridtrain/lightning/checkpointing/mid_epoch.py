@@ -91,16 +91,8 @@ def _order(state: dict[str, Any]) -> Order:
     return lambda epoch: order
 
 
-def others_go_on(
-    samplers: Sequence[EpochSampler], ours: dict[str, Any], left_by_lost: bool | None = None
-) -> bool:
-    """Whether this worker has done its last mini-batch, and other workers have not.
-
-    ``left_by_lost``: whether lost workers have left samples, in lock-step; all others that are left
-    there are beyond a limit, or dropped.
-    """
-    if left_by_lost is False:
-        return False
+def others_go_on(samplers: Sequence[EpochSampler], ours: dict[str, Any]) -> bool:
+    """Whether this worker has done its last mini-batch, and other workers have not."""
     ended = any(sampler.ended for sampler in samplers)
     return ended and any(loader["spans"] for loader in ours["loaders"])
 

@@ -360,7 +360,7 @@ class Loaders:
         begun = [sampler for sampler in self.samplers if sampler.has_begun(epoch)]
         loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
         ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
-        if others_go_on(self.samplers, ours, None if alone else self._left_by_lost):
+        if (alone or self._may_go_on) and others_go_on(self.samplers, ours):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
             checkpoint = self._ends.reopened(checkpoint)
         again = alone or self.under_way
@@ -374,11 +374,12 @@ class Loaders:
         return {**checkpoint, KEY: {**ours, **state}}
 
     @property
-    def _left_by_lost(self) -> bool | None:
-        """Whether lost workers have left samples, in lock-step; ``None``: there is none."""
-        if not self._requirements.whole_rounds:
-            return None
-        return any(sampler.left_by(self._client.gone) for sampler in self.samplers)
+    def _may_go_on(self) -> bool:
+        """Whether others may have samples of this epoch when this worker has none: in lock-step
+        only those of lost workers; the rest is beyond a limit, or dropped.
+        """
+        left = any(sampler.left_by(self._client.gone) for sampler in self.samplers)
+        return left or not self._requirements.whole_rounds
 
     def random_numbers(self, together: bool) -> dict[str, Any]:
         """This worker's RNG states for a checkpoint.

@@ -292,7 +292,7 @@ class Injection(pl.Callback):
         self._fault_log.reach(self._client.worker, self._step, os.getpid())
 
     def _count(self) -> None:
-        """What the worker has handed over is in the masters; its own steps count by themselves."""
+        """The masters have the worker's contribution; its own steps have been counted before."""
         if not self._own:
             self._advance()
         self._visit("pull", self._step - 1)

@@ -30,6 +30,7 @@ from hybridtrain.memory.limits import (
     available_bytes,
     gpus,
     largest_device_bytes,
+    named_gpus,
     open_descriptors,
     shared_memory_bytes,
 )
@@ -300,9 +301,8 @@ def chosen(devices: list[torch.device]) -> list[Gpu]:
     ``CUDA_DEVICE_ORDER`` says otherwise, CUDA numbers unlike devices by their speed.
     """
     there, wanted = gpus(), [d.index or 0 for d in devices if d.type == "cuda"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    usual = [str(number) for number in range(len(there))]
-    names = usual if visible is None else [name.strip() for name in visible.split(",")]
+    named, usual = named_gpus(), [str(number) for number in range(len(there))]
+    names = usual if named is None else named
     if not all(name.isdecimal() and int(name) < len(there) for name in names):
         return []
     by_place = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

@@ -363,9 +363,9 @@ class Session(WorkerSession):
         ``training_step``: all workers average gradients that are no mean yet (of
         ``loss.backward()``, or set by the module).
         """
-        numbers = range(len(self._parameters)) if numbers is None else numbers
-        # The closure of a step with the host averages.
-        if self._by_hand and not self.steps_with_host and self._meant.lacks(numbers):
+        if not self._by_hand or self.steps_with_host:  # there a step's closure averages
+            return
+        if self._meant.lacks(range(len(self._parameters)) if numbers is None else numbers):
             self.average()
 
     def _take_means(self, trained: dict[int, torch.nn.Parameter], averaged: Averaged) -> None:

@@ -173,7 +173,7 @@ class GradientStep(WorkerStep):
         if weight <= 0:
             replica.leave_out(self.numbers)
             return Row(averaged=averaged)
-        self._parts.complete(self.numbers)  # also of a closure's
+        self._parts.complete(self.numbers)
         absent = replica.collect(self.numbers, as_they_are=averaged)
         return Row(absent, replica.packed, replica.encoded, averaged)
 

@@ -77,7 +77,7 @@ class StepParts:
         gathered: what the gradients since the last step count for.
         buffers: the module's, if workers share them.
         averaged: gradients are the mean of all workers' before the optimizer steps.
-        complete: a step without a closure begins, of these slots: make them so.
+        complete: makes the gradients of these slots so, before they are handed over.
         manual: the user's module steps its optimizers itself.
         released: is called with the version of each release.
         goes_ahead: nobody looks at parameters before the next mini-batch begins.
@@ -147,8 +147,6 @@ class WorkerStep:
     def __call__(self, closure: Closure | None = None) -> Any:
         """In place of ``optimizer.step``, with the step hooks of this and of all optimizers."""
         optimizer: Any = self.optimizer
-        if closure is None or is_empty(closure, self._parts.nothing):
-            self._parts.complete(self.numbers)
         own = optimizer._optimizer_step_pre_hooks
         for hook in [*_global_optimizer_pre_hooks.values(), *own.values()]:
             hook(optimizer, (closure,), {})

@@ -15,7 +15,7 @@ import torch
 from hybridtrain.exchanges import Await, Exchange, Leaving, LocalExchange
 from hybridtrain.exchanges.compression import Compressor
 from hybridtrain.memory import Store
-from hybridtrain.memory.layout import is_addable
+from hybridtrain.memory.layout import as_parameter
 from hybridtrain.protocol.messages import Clip, DrawnBatch, ExchangePush, GradientPush, Push, Row
 from hybridtrain.updates import Optimizers, build_update
 from hybridtrain.updates.groups import Groups
@@ -127,7 +127,7 @@ class SimulatedWorker:
         exchange: LocalExchange,
         fresh: bool,
     ) -> None:
-        self._all = [torch.nn.Parameter(m.clone(), is_addable(m.dtype)) for m in masters]
+        self._all = [as_parameter(master.clone()) for master in masters]
         self.values = [parameter.data for parameter in self._all]  # in the order of the task
         self.optimizer = make_optimizer(self._all)
         number_of = {id(parameter): number for number, parameter in enumerate(self._all)}
@@ -196,9 +196,7 @@ class SimulatedReplicas:
         self.task, self._store, self._slots = task, store, store.layout.slots
         for slot, value in zip(self._slots, task.parameters(), strict=True):
             store.master(slot).copy_(value)
-        masters = [
-            torch.nn.Parameter(store.master(slot), is_addable(slot.dtype)) for slot in self._slots
-        ]
+        masters = [as_parameter(store.master(slot)) for slot in self._slots]
         self._users, self._update = make_optimizer(masters), update_of(exchange, update)
         optimizer, pool = self._update.over(self._users), Pool(1)
         number_of = {id(master): number for number, master in enumerate(masters)}

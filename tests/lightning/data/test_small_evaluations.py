@@ -179,6 +179,13 @@ def test_limits_and_an_empty_set(limit: int | float) -> None:
     assert trainer.test(Counting(), DataLoader(empty), verbose=False) == []
 
 
+def test_a_share_of_uneven_shares_is_one_mini_batch_of_each() -> None:
+    """Worker 0 has two mini-batches and worker 1 one, of which the share is less than one."""
+    trainer = make_trainer("hybrid", 2, limit_test_batches=0.4)
+    (result,) = trainer.test(Counting(), DataLoader(regression_data(9), 4), verbose=False)
+    assert result["seen"] == 8  # 4 of worker 0's 5 samples, all 4 of worker 1's
+
+
 def test_reductions_within_a_step_are_of_those_who_still_have_one() -> None:
     """Worker 0 has a mini-batch more than the others."""
 

@@ -142,6 +142,12 @@ def test_steps_between_two_exchanges_are_steps(
     assert f"faults: exception, worker 1, step {happens}, in {phase}" in capfd.readouterr().err
 
 
+def test_an_update_is_that_of_the_step_behind_which_the_exchange_is() -> None:
+    kill = {"step": 2, "kind": "kill", "phase": "update"}  # steps count from 0 here, from 1 below
+    with pytest.raises(WorkerDied, match="in its training step 4,"):
+        train(kill, exchange={"name": "movement", "every": 2})
+
+
 def test_random_faults_strike_whoever_they_are_drawn_for() -> None:
     faults = {"worker": None, "kind": "nan", "rate": 0.3, "seed": 5}
     train(faults, on_nonfinite="drop")
