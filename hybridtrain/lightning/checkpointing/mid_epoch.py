@@ -118,6 +118,16 @@ def count_from_zero(checkpoint: dict[str, Any]) -> None:
     add_to_saved_logged_step(loops, max(-saved_logged_step(loops), 0))
 
 
+def take_off_steps(checkpoint: dict[str, Any], steps: int) -> None:
+    """Count so many steps less, which the resumed run makes again."""
+    loops = checkpoint["loops"]["fit_loop"]
+    automatic, _ = _step_counts(loops)
+    for each in (automatic["total"], automatic["current"]):
+        each.update({key: each[key] - steps for key in ("ready", "completed")})
+    checkpoint["global_step"] -= steps
+    add_to_saved_logged_step(loops, -steps)
+
+
 def _step_counts(loops: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Saved counts of updates, of automatic and of manual optimization."""
     automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
@@ -310,6 +320,59 @@ class EpochPosition:
         return changed
 
 
+# ---- schedules as they were ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """States of schedules, and their optimizers' groups without parameters, at one moment.
+
+    ``None``, or no groups: a checkpoint has them as they are when it is written.
+    """
+
+    states: list[dict[str, Any] | None]
+    groups: list[list[dict[str, Any]]]
+
+    @classmethod
+    def of(cls, trainer: Any, by_step: bool = True) -> Schedules:
+        """Those of now; not ``by_step``: of schedules by epoch alone.
+
+        Where a schedule by step changes the same groups, they follow it up to the save.
+        """
+        configs = trainer.lr_scheduler_configs
+        kept = [by_step or each.interval == "epoch" for each in configs]
+        others = [
+            id(getattr(each.scheduler, "optimizer", None))
+            for each, is_kept in zip(configs, kept, strict=True)
+            if not is_kept
+        ]
+        states = [
+            deepcopy(each.scheduler.state_dict()) if is_kept else None
+            for each, is_kept in zip(configs, kept, strict=True)
+        ]
+        groups = [
+            [{k: group[k] for k in group.keys() - {"params"}} for group in each.param_groups]
+            if any(kept) and id(each) not in others
+            else []
+            for each in trainer.optimizers
+        ]
+        return cls(states, groups)
+
+    def give(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint with these."""
+        states = zip(checkpoint["lr_schedulers"], self.states, strict=True)
+        optimizers = zip(checkpoint["optimizer_states"], self.groups, strict=True)
+        return checkpoint | {
+            "lr_schedulers": [now if kept is None else kept for now, kept in states],
+            "optimizer_states": [
+                state | {"param_groups": list(map(or_, state["param_groups"], kept))}
+                if kept and "param_groups" in state
+                else state
+                for state, kept in optimizers
+            ],
+        }
+
+
 # ---- the end of an epoch in a run that resumes from a checkpoint --------------------------------
 # Lightning's checkpoints hold no metrics. So a callback may not find its monitored metric before
 # the next validation, and Lightning skips schedulers that need one (``ReduceLROnPlateau``) at the
@@ -331,7 +394,7 @@ class EpochEnds:
         self._trainer, self._position = trainer, position
         self._found: dict[str, torch.Tensor] = {}  # the checkpoint's metrics
         self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts
-        self._kept: tuple[int, list[Any], list[Any]] | None = None  # before an epoch's schedules
+        self._kept: tuple[int, Schedules] | None = None  # before an epoch's schedules
         before(Point.FIT_RESET, trainer.fit_loop, self.settle)
         before(Point.BATCH, trainer.fit_loop.epoch_loop, self.go_on)
         before(Point.COLLECT, log_connector(trainer), self.allow)
@@ -358,42 +421,14 @@ class EpochEnds:
     ) -> None:
         """Keep schedules by epoch as before this worker's last mini-batch; others may have more."""
         if interval == "epoch" and not update_plateau_schedulers:
-            configs, optimizers = self._trainer.lr_scheduler_configs, self._trainer.optimizers
-            schedules = [
-                deepcopy(each.scheduler.state_dict()) if each.interval == "epoch" else None
-                for each in configs
-            ]
-            # Where a schedule by step changes the same groups, they follow it up to the save.
-            by_step = [
-                id(getattr(x.scheduler, "optimizer", None))
-                for x in configs
-                if x.interval != "epoch"
-            ]
-            groups = [
-                [{k: group[k] for k in group.keys() - {"params"}} for group in each.param_groups]
-                if any(schedules) and id(each) not in by_step
-                else []
-                for each in optimizers
-            ]
-            self._kept = self._position.epoch, schedules, groups
+            self._kept = self._position.epoch, Schedules.of(self._trainer, by_step=False)
         proceed(interval, update_plateau_schedulers)
 
-    def reopened(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint with schedules by epoch as before this worker's last mini-batch."""
-        if self._kept is None or self._kept[0] != self._position.epoch:
+    def reopened(self, checkpoint: dict[str, Any], epoch: int) -> dict[str, Any]:
+        """The checkpoint with schedules by epoch as before this worker's last mini-batch of it."""
+        if self._kept is None or self._kept[0] != epoch:
             return checkpoint
-        _, schedules, groups = self._kept
-        states = zip(checkpoint["lr_schedulers"], schedules, strict=True)
-        optimizers = zip(checkpoint["optimizer_states"], groups, strict=True)
-        return checkpoint | {
-            "lr_schedulers": [now if kept is None else kept for now, kept in states],
-            "optimizer_states": [
-                state | {"param_groups": list(map(or_, state["param_groups"], kept))}
-                if kept and "param_groups" in state
-                else state
-                for state, kept in optimizers
-            ],
-        }
+        return self._kept[1].give(checkpoint)
 
     def settle(self) -> None:
         """Counters and schedulers are restored: restore metrics, step schedulers left out."""

@@ -21,11 +21,13 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
     KEY,
     EpochEnds,
     EpochPosition,
+    Schedules,
     count_from_zero,
     others_go_on,
     read,
     reopen,
     rest_of,
+    take_off_steps,
     validate_again,
 )
 from hybridtrain.lightning.checkpointing.rng_state import RngState
@@ -91,6 +93,8 @@ class Loaders:
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it done
         self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
         self._owes = False  # the masters lack steps: one worker's own checkpoint repeats them
+        self._n_owed = 0  # so many
+        self._schedules: Schedules | None = None  # before them
         self.position = EpochPosition(trainer)
         self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
         self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
@@ -311,7 +315,9 @@ class Loaders:
             sampler.commit(version if self._remembers and made else None, self._owes)
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if not self._owes:
-            self._former = self._committed
+            self._former, self._n_owed = self._committed, 0
+            self._schedules = Schedules.of(self._trainer) if owes else None
+        self._n_owed += owes
         self._committed, self._owes = (self.position.epoch, ready), owes
 
     def settle(self) -> None:
@@ -360,9 +366,13 @@ class Loaders:
         begun = [sampler for sampler in self.samplers if sampler.has_begun(epoch)]
         loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
         ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
-        if (alone or self._may_go_on) and others_go_on(self.samplers, ours):
+        if self._schedules is not None and alone:  # the resumed run makes these steps again
+            loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False
+            take_off_steps(checkpoint, self._n_owed)
+            checkpoint = self._schedules.give(checkpoint)
+        elif self._may_go_on and others_go_on(self.samplers, ours):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
-            checkpoint = self._ends.reopened(checkpoint)
+            checkpoint = self._ends.reopened(checkpoint, epoch)
         again = alone or self.under_way
         before = None if again else self._validation.before  # it follows a step
         if before is not None:

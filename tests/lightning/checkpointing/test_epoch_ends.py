@@ -231,6 +231,39 @@ def test_whose_end_nobody_had_heard_of(tmp_path: Path) -> None:
     assert_same(resumed, whole)
 
 
+class Behind(Noisy):
+    """Worker 1 fails once worker 0 has had all other mini-batches, and waits where epochs end."""
+
+    fails = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.fails and self.global_rank == 1 and batch_idx == 1:
+            time.sleep(HEAD_START_S)
+            raise LookupError("broken off")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("policy", by_default(["async", "hogwild", "k_async"], "async"))
+def test_which_one_worker_had_ended_is_counted_once_by_schedules(
+    policy: str, tmp_path: Path
+) -> None:
+    def train(name: str, ckpt_path: Path | None = None, fails: bool = False) -> Any:
+        module = Behind(schedule=partial(StepLR, step_size=1))
+        module.fails = fails
+        options: Any = {"max_epochs": 2, "enable_checkpointing": True}
+        trainer = make_trainer(policy, 2, default_root_dir=tmp_path / name, **options)
+        trainer.fit(module, DataLoader(regression_data(44), 4), ckpt_path=ckpt_path)
+        return trainer
+
+    with pytest.raises(LookupError, match="broken off"):
+        train("broken", fails=True)
+    (path,) = (tmp_path / "broken").rglob("interrupted.ckpt")
+    resumed, whole = train("resumed", path), train("whole")
+    assert resumed.global_step == whole.global_step
+    (mine,), (theirs,) = resumed.lr_scheduler_configs, whole.lr_scheduler_configs
+    assert mine.scheduler.state_dict() == theirs.scheduler.state_dict()
+
+
 @pytest.mark.parametrize("over", [True, False])
 def test_which_a_callback_had_cut_short(over: bool) -> None:
     """It is over though its last mini-batch was not the last that there was."""

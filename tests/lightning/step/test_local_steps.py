@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,17 +199,27 @@ def test_a_run_that_fails_leaves_the_masters_of_the_last_mean(tmp_path: Path) ->
     check_equal(left, averaged(2, 3, epochs=1, n_samples=3 * 2 * SIZE))  # three steps of each
 
 
-@pytest.mark.parametrize("batch", by_default([1, 4], 4))  # before the first mean; after one
+@pytest.mark.parametrize(
+    ("batch", "who"), by_default([(1, 0), (4, 0), (5, 1)], (4, 0), (5, 1))
+)  # before the first mean; after one; the other worker waits where the epoch ends
+@pytest.mark.parametrize("num_workers", by_default([0, 1], 0))
 def test_who_goes_on_from_a_run_that_failed_does_the_steps_since_the_last_mean_again(
-    batch: int, tmp_path: Path
+    batch: int, who: int, num_workers: int, tmp_path: Path
 ) -> None:
     class Failing(Regression):
         def training_step(self, now: Any, batch_idx: int) -> torch.Tensor:
-            if self.global_rank == 0 and batch_idx == batch and self.fails:
+            if self.global_rank == who and batch_idx == batch and self.fails:
+                time.sleep(0.5)
                 raise ValueError("on purpose")
             return super().training_step(now, batch_idx)
 
-    def run(fails: bool, ckpt: Path | None = None) -> Any:
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return [optimizer], [{"scheduler": by_step, "interval": "step"}, by_epoch]
+
+    def run(fails: bool, ckpt: Path | None = None) -> tuple[Any, Any]:
         torch.manual_seed(5)
         module: Any = Failing(lambda p: torch.optim.SGD(p, lr=0.01)).double()
         module.fails = fails
@@ -216,14 +227,19 @@ def test_who_goes_on_from_a_run_that_failed_does_the_steps_since_the_last_mean_a
         trainer = make_trainer(
             strategy, 2, max_epochs=2, default_root_dir=tmp_path, enable_checkpointing=True
         )
-        loader = DataLoader(regression_data(N, torch.float64), SIZE, shuffle=True)
+        data = regression_data(N, torch.float64)
+        loader = DataLoader(data, SIZE, shuffle=True, num_workers=num_workers)
         trainer.fit(module, loader, ckpt_path=ckpt, weights_only=True)
-        return module
+        return module, trainer
 
     with pytest.raises(ValueError, match="on purpose"):
         run(fails=True)
     (path,) = tmp_path.rglob("interrupted.ckpt")
-    check_equal(run(fails=False, ckpt=path), run(fails=False))
+    (module, resumed), (expected, whole) = run(fails=False, ckpt=path), run(fails=False)
+    check_equal(module, expected)
+    assert resumed.global_step == whole.global_step
+    for mine, theirs in zip(resumed.lr_scheduler_configs, whole.lr_scheduler_configs, strict=True):
+        assert mine.scheduler.state_dict() == theirs.scheduler.state_dict()
 
 
 NESTEROV = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
