@@ -66,6 +66,7 @@ _WEIGHTS = {
         "epoch": Count,
         "batches": Count,
         "loaders": [_LOADER],
+        "together?": Count,  # mini-batches of all workers
         "dice?": _NUMBERS,
         "dice_of?": {EACH: _NUMBERS},
     },

@@ -91,12 +91,6 @@ def _order(state: dict[str, Any]) -> Order:
     return lambda epoch: order
 
 
-def others_go_on(samplers: Sequence[EpochSampler], ours: dict[str, Any]) -> bool:
-    """Whether this worker has done its last mini-batch, and other workers have not."""
-    ended = any(sampler.ended for sampler in samplers)
-    return ended and any(loader["spans"] for loader in ours["loaders"])
-
-
 def reopen(loops: dict[str, Any]) -> None:
     """Let the resumed run end this epoch again."""
     for counts in loops["epoch_progress"].values():
@@ -118,14 +112,14 @@ def count_from_zero(checkpoint: dict[str, Any]) -> None:
     add_to_saved_logged_step(loops, max(-saved_logged_step(loops), 0))
 
 
-def take_off_steps(checkpoint: dict[str, Any], steps: int) -> None:
-    """Count so many steps less, which the resumed run makes again."""
+def take_off_steps(checkpoint: dict[str, Any], steps: int, logged: int) -> None:
+    """Count so many steps less, which the resumed run makes again; ``logged``: the logged step."""
     loops = checkpoint["loops"]["fit_loop"]
     automatic, _ = _step_counts(loops)
     for each in (automatic["total"], automatic["current"]):
         each.update({key: each[key] - steps for key in ("ready", "completed")})
     checkpoint["global_step"] -= steps
-    add_to_saved_logged_step(loops, -steps)
+    add_to_saved_logged_step(loops, logged - saved_logged_step(loops))
 
 
 def _step_counts(loops: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -171,6 +165,33 @@ def rest_of(sampler: EpochSampler, unseen: dict[LoaderPass, Spans], owes: bool) 
         "indices": indices,
         "sizes": sizes,
     }
+
+
+def done_by_all(loaders: Sequence[Mapping[str, Any]], n_workers: int) -> int:
+    """Mini-batches of all workers in this epoch, of the loader with the most."""
+    done = [
+        (each["lap"] + 1) * each["length"] - sum(stop - start for start, stop in each["spans"])
+        for each in loaders
+    ]
+    sizes = [each["whole"] for each in loaders]
+    return max((-(-n * n_workers // size) for n, size in zip(done, sizes, strict=True)), default=0)
+
+
+def deal(checkpoint: dict[str, Any], worker: int, n_workers: int, limit: int) -> None:
+    """Deal what all workers have done of an epoch to each worker of a run with a limit.
+
+    The checkpoint has the count of the worker that wrote it; with the limit's number Lightning
+    would end the epoch at once. A worker that has nothing left of its share ends it by its sampler.
+    """
+    ours = read_format(checkpoint)
+    if ours is None or (done := ours.get("together")) is None or ours.get("over"):
+        return
+    if checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]:
+        return  # all workers had done all
+    share = (done + worker) // n_workers
+    for loader in ours["loaders"]:
+        loader["batches"] = share
+    ours["batches"] = min(share, limit - 1)
 
 
 def read_format(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -327,43 +348,49 @@ class EpochPosition:
 class Schedules:
     """States of schedules, and their optimizers' groups without parameters, at one moment.
 
-    ``None``, or no groups: a checkpoint has them as they are when it is written.
+    No groups: no schedule changes that optimizer's.
     """
 
-    states: list[dict[str, Any] | None]
+    states: list[dict[str, Any]]
     groups: list[list[dict[str, Any]]]
 
     @classmethod
-    def of(cls, trainer: Any, by_step: bool = True) -> Schedules:
-        """Those of now; not ``by_step``: of schedules by epoch alone.
-
-        Where a schedule by step changes the same groups, they follow it up to the save.
-        """
-        configs = trainer.lr_scheduler_configs
-        kept = [by_step or each.interval == "epoch" for each in configs]
-        others = [
-            id(getattr(each.scheduler, "optimizer", None))
-            for each, is_kept in zip(configs, kept, strict=True)
-            if not is_kept
-        ]
-        states = [
-            deepcopy(each.scheduler.state_dict()) if is_kept else None
-            for each, is_kept in zip(configs, kept, strict=True)
-        ]
+    def of(cls, trainer: Any) -> Schedules:
+        """Those of now."""
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        changed = {id(getattr(scheduler, "optimizer", None)) for scheduler in schedulers}
         groups = [
             [{k: group[k] for k in group.keys() - {"params"}} for group in each.param_groups]
-            if any(kept) and id(each) not in others
+            if id(each) in changed
             else []
             for each in trainer.optimizers
         ]
-        return cls(states, groups)
+        return cls([deepcopy(scheduler.state_dict()) for scheduler in schedulers], groups)
+
+    def with_steps_since(self, trainer: Any) -> Schedules:
+        """These, and the steps that schedules by step have made since."""
+        now = Schedules.of(trainer)
+        self._set(trainer)
+        for config, later in zip(trainer.lr_scheduler_configs, now.states, strict=True):
+            if config.interval == "step" and not config.reduce_on_plateau:
+                for _ in range(later.get("last_epoch", 0) - config.scheduler.last_epoch):
+                    config.scheduler.step()
+        found = Schedules.of(trainer)
+        now._set(trainer)
+        return found
+
+    def _set(self, trainer: Any) -> None:
+        for config, state in zip(trainer.lr_scheduler_configs, self.states, strict=True):
+            config.scheduler.load_state_dict(deepcopy(state))
+        for optimizer, groups in zip(trainer.optimizers, self.groups, strict=True):
+            for group, kept in zip(optimizer.param_groups, groups, strict=False):
+                group.update(kept)
 
     def give(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint with these."""
-        states = zip(checkpoint["lr_schedulers"], self.states, strict=True)
         optimizers = zip(checkpoint["optimizer_states"], self.groups, strict=True)
         return checkpoint | {
-            "lr_schedulers": [now if kept is None else kept for now, kept in states],
+            "lr_schedulers": self.states,
             "optimizer_states": [
                 state | {"param_groups": list(map(or_, state["param_groups"], kept))}
                 if kept and "param_groups" in state
@@ -421,14 +448,14 @@ class EpochEnds:
     ) -> None:
         """Keep schedules by epoch as before this worker's last mini-batch; others may have more."""
         if interval == "epoch" and not update_plateau_schedulers:
-            self._kept = self._position.epoch, Schedules.of(self._trainer, by_step=False)
+            self._kept = self._position.epoch, Schedules.of(self._trainer)
         proceed(interval, update_plateau_schedulers)
 
     def reopened(self, checkpoint: dict[str, Any], epoch: int) -> dict[str, Any]:
         """The checkpoint with schedules by epoch as before this worker's last mini-batch of it."""
         if self._kept is None or self._kept[0] != epoch:
             return checkpoint
-        return self._kept[1].give(checkpoint)
+        return self._kept[1].with_steps_since(self._trainer).give(checkpoint)
 
     def settle(self) -> None:
         """Counters and schedulers are restored: restore metrics, step schedulers left out."""

@@ -23,7 +23,8 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
     EpochPosition,
     Schedules,
     count_from_zero,
-    others_go_on,
+    deal,
+    done_by_all,
     read,
     reopen,
     rest_of,
@@ -57,6 +58,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     gets_our_sampler,
     inside,
     is_limited,
+    logged_step,
     put_inside,
     remeasure,
     training_fetcher,
@@ -94,7 +96,7 @@ class Loaders:
         self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
         self._owes = False  # the masters lack steps: one worker's own checkpoint repeats them
         self._n_owed = 0  # so many
-        self._schedules: Schedules | None = None  # before them
+        self._before: tuple[int, Schedules] | None = None  # logged step and schedules before them
         self.position = EpochPosition(trainer)
         self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
         self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
@@ -315,8 +317,9 @@ class Loaders:
             sampler.commit(version if self._remembers and made else None, self._owes)
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if not self._owes:
-            self._former, self._n_owed = self._committed, 0
-            self._schedules = Schedules.of(self._trainer) if owes else None
+            self._former, self._n_owed, self._before = self._committed, 0, None
+            if owes:
+                self._before = logged_step(self._trainer), Schedules.of(self._trainer)
         self._n_owed += owes
         self._committed, self._owes = (self.position.epoch, ready), owes
 
@@ -336,7 +339,7 @@ class Loaders:
         for sampler in self.samplers:
             sampler.take_back(self._client.version)
         self._rng_state.take_back()
-        self._committed, self._owes = self._former, False
+        self._committed, self._owes = self._former, self._before is not None
 
     # ---- resuming in the middle of an epoch -----------------------------------------------------
 
@@ -366,11 +369,14 @@ class Loaders:
         begun = [sampler for sampler in self.samplers if sampler.has_begun(epoch)]
         loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
         ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
-        if self._schedules is not None and alone:  # the resumed run makes these steps again
+        if self._requirements.data != "shares":
+            ours["together"] = done_by_all(loaders, self._client.n_workers)
+        if self._before is not None and alone:  # the resumed run makes these steps again
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False
-            take_off_steps(checkpoint, self._n_owed)
-            checkpoint = self._schedules.give(checkpoint)
-        elif self._may_go_on and others_go_on(self.samplers, ours):
+            logged, schedules = self._before
+            take_off_steps(checkpoint, self._n_owed, logged)
+            checkpoint = schedules.give(checkpoint)
+        elif self._others_go_on(ours):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
             checkpoint = self._ends.reopened(checkpoint, epoch)
         again = alone or self.under_way
@@ -383,13 +389,16 @@ class Loaders:
             state["dice_of"] = self._numbers_of
         return {**checkpoint, KEY: {**ours, **state}}
 
-    @property
-    def _may_go_on(self) -> bool:
-        """Whether others may have samples of this epoch when this worker has none: in lock-step
-        only those of lost workers; the rest is beyond a limit, or dropped.
+    def _others_go_on(self, ours: Mapping[str, Any]) -> bool:
+        """Whether others have samples of this epoch where this worker has done its last
+        mini-batch: in lock-step only those of lost workers; the rest is beyond a limit, or dropped.
         """
+        if "together" in ours and (limit := self._limit_now()) < math.inf:
+            return ours["together"] < limit * self._client.n_workers
         left = any(sampler.left_by(self._client.gone) for sampler in self.samplers)
-        return left or not self._requirements.whole_rounds
+        ended = any(sampler.ended for sampler in self.samplers)
+        any_left = any(loader["spans"] for loader in ours["loaders"])
+        return ended and any_left and (left or not self._requirements.whole_rounds)
 
     def random_numbers(self, together: bool) -> dict[str, Any]:
         """This worker's RNG states for a checkpoint.
@@ -416,6 +425,8 @@ class Loaders:
 
     def _go_on_from(self, checkpoint: dict[str, Any], resumes: bool) -> None:
         if resumes:
+            if self._requirements.data != "shares" and isinstance(self._limit, int):
+                deal(checkpoint, self._client.worker, self._client.n_workers, self._limit)
             self.position.resume(read(checkpoint))
             self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))
             if not self._client.joins:  # a restarted worker has the RNG states of another

@@ -15,7 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -26,6 +26,7 @@ from tests.lightning.failover.test_broken_off import (
     HEAD_START_S,
     Noisy,
     assert_same,
+    by_the_step,
     interrupted,
     run,
 )
@@ -242,26 +243,43 @@ class Behind(Noisy):
             raise LookupError("broken off")
         return super().training_step(batch, batch_idx)
 
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        schedules = [by_the_step(partial(ExponentialLR, gamma=0.9)), partial(StepLR, step_size=1)]
+        return [optimizer], [schedule(optimizer) for schedule in schedules]
 
-@pytest.mark.parametrize("policy", by_default(["async", "hogwild", "k_async"], "async"))
-def test_which_one_worker_had_ended_is_counted_once_by_schedules(
-    policy: str, tmp_path: Path
+
+@pytest.mark.parametrize("limit", by_default([None, 5], None, 5))
+@pytest.mark.parametrize("policy", by_default(["async", "hogwild", "downpour"], "async"))
+def test_which_one_worker_had_ended_is_ended_once(
+    policy: str, limit: int | None, tmp_path: Path
 ) -> None:
     def train(name: str, ckpt_path: Path | None = None, fails: bool = False) -> Any:
-        module = Behind(schedule=partial(StepLR, step_size=1))
+        module = Behind()
         module.fails = fails
-        options: Any = {"max_epochs": 2, "enable_checkpointing": True}
-        trainer = make_trainer(policy, 2, default_root_dir=tmp_path / name, **options)
-        trainer.fit(module, DataLoader(regression_data(44), 4), ckpt_path=ckpt_path)
+        trainer = make_trainer(
+            policy,
+            2,
+            max_epochs=2,
+            limit_train_batches=limit,
+            enable_checkpointing=True,
+            default_root_dir=tmp_path / name,
+        )
+        held_out = DataLoader(regression_data(8), 4)
+        trainer.fit(module, DataLoader(regression_data(44), 4), held_out, ckpt_path=ckpt_path)
         return trainer
 
     with pytest.raises(LookupError, match="broken off"):
         train("broken", fails=True)
     (path,) = (tmp_path / "broken").rglob("interrupted.ckpt")
     resumed, whole = train("resumed", path), train("whole")
-    assert resumed.global_step == whole.global_step
-    (mine,), (theirs,) = resumed.lr_scheduler_configs, whole.lr_scheduler_configs
-    assert mine.scheduler.state_dict() == theirs.scheduler.state_dict()
+    assert resumed.global_step == whole.global_step == (2 * 11 if limit is None else 2 * 2 * limit)
+    for mine, theirs in zip(resumed.lr_scheduler_configs, whole.lr_scheduler_configs, strict=True):
+        assert mine.scheduler.last_epoch == theirs.scheduler.last_epoch
+    rates = [each.optimizers[0].param_groups[0]["lr"] for each in (resumed, whole)]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-12)
+    validated = [each.fit_loop.epoch_loop.val_loop.batch_progress for each in (resumed, whole)]
+    assert validated[0].total.completed == validated[1].total.completed
 
 
 @pytest.mark.parametrize("over", [True, False])

@@ -200,8 +200,8 @@ def test_a_run_that_fails_leaves_the_masters_of_the_last_mean(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("batch", "who"), by_default([(1, 0), (4, 0), (5, 1)], (4, 0), (5, 1))
-)  # before the first mean; after one; the other worker waits where the epoch ends
+    ("batch", "who"), by_default([(1, 0), (2, 1), (4, 0), (5, 1)], (2, 1), (5, 1))
+)  # before the first mean; in it; after it; the other worker waits where the epoch ends
 @pytest.mark.parametrize("num_workers", by_default([0, 1], 0))
 def test_who_goes_on_from_a_run_that_failed_does_the_steps_since_the_last_mean_again(
     batch: int, who: int, num_workers: int, tmp_path: Path
@@ -240,6 +240,37 @@ def test_who_goes_on_from_a_run_that_failed_does_the_steps_since_the_last_mean_a
     assert resumed.global_step == whole.global_step
     for mine, theirs in zip(resumed.lr_scheduler_configs, whole.lr_scheduler_configs, strict=True):
         assert mine.scheduler.state_dict() == theirs.scheduler.state_dict()
+
+
+@pytest.mark.parametrize("batch", by_default([1, 2], 1))
+def test_a_step_whose_exchange_was_broken_off_counts_once(batch: int, tmp_path: Path) -> None:
+    """The other worker has begun its next mini-batch while the fragment travels."""
+
+    class Failing(Regression):
+        def training_step(self, now: Any, batch_idx: int) -> torch.Tensor:
+            if self.global_rank == 1 and batch_idx == batch and self.fails:
+                time.sleep(0.5)
+                raise ValueError("on purpose")
+            return super().training_step(now, batch_idx)
+
+    def run(fails: bool, ckpt: Path | None = None) -> Any:
+        module: Any = Failing(lambda p: torch.optim.SGD(p, lr=0.01))
+        module.fails = fails
+        streaming = {"name": "streaming", "every": 4, "fragments": 2, "overlap": 1}
+        trainer = make_trainer(
+            HybridStrategy("hybrid", exchange=streaming),
+            2,
+            max_epochs=2,
+            default_root_dir=tmp_path,
+            enable_checkpointing=True,
+        )
+        trainer.fit(module, DataLoader(regression_data(N), SIZE), ckpt_path=ckpt)
+        return trainer
+
+    with pytest.raises(ValueError, match="on purpose"):
+        run(fails=True)
+    (path,) = tmp_path.rglob("interrupted.ckpt")
+    assert run(fails=False, ckpt=path).global_step == 12
 
 
 NESTEROV = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
