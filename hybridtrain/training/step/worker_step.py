@@ -182,8 +182,12 @@ class WorkerStep:
     # ---- hyper-parameters and state -------------------------------------------------------------
 
     def _told_groups(self, whole: bool) -> Groups | None:
-        """Changed hyper-parameters that the update of the masters follows."""
-        changed = self.hyper_parameters.changed(whole=whole)
+        """Changed hyper-parameters that the update of the masters follows.
+
+        All of them where this worker takes the place of a lost one, which may have changed some
+        behind its last push.
+        """
+        changed = self.hyper_parameters.changed(whole or self._client.joins)
         return self._parts.update.told(self.optimizer, changed)
 
     def state_dict(self, saved: Saved) -> dict[str, Any]:

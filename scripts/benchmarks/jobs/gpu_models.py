@@ -88,6 +88,11 @@ class Homeless(Trained):
         """Nothing."""
         return {}
 
+    def on_fit_end(self) -> None:
+        """In a worker: parameters that the state lacks would come home by their names."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
 
 def words(model: dict[str, int], n: int) -> tuple[Tensor, Tensor]:
     """Samples, the same in every run."""

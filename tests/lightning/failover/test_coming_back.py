@@ -259,3 +259,32 @@ def test_who_comes_back_after_a_checkpoint_in_the_epoch_knows_the_users_order(
     trainer.fit(module, DataLoader(TensorDataset(torch.arange(N)), SIZE, sampler=Own()))
     assert (tmp_path / "began").exists()
     assert module.w.tolist() == [1.0] * N
+
+
+class Shown(pl.LightningModule):
+    """Its parameter moves by the learning rate in each update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("on_failure", by_default(["continue", "restart"], "restart"))
+@pytest.mark.parametrize("who", by_default([0, 1], 0))
+def test_a_rate_that_was_changed_behind_the_last_push_of_a_lost_worker_counts(
+    tmp_path: Path, who: int, on_failure: str
+) -> None:
+    module, strategy = Shown(), HybridStrategy(on_failure=on_failure)
+    killed = Killed(tmp_path, who, 2)
+    trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed])
+    trainer.fit(module, DataLoader(regression_data(N), SIZE))
+    assert killed.mark.exists() and trainer.global_step >= 6
+    assert module.weight.item() == -sum(0.5**step for step in range(trainer.global_step))
