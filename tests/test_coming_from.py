@@ -50,6 +50,7 @@ def test_a_ddp_program_ends_with_the_same_bits_under_hybrid(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_both_ddp_programs_are_scripts_that_run(tmp_path: Path) -> None:
     states = []
     for program in programs("ddp"):

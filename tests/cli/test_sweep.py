@@ -198,6 +198,7 @@ def test_the_table_says_why_a_job_failed_and_hides_what_all_jobs_share() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_jobs_in_fresh_interpreters_with_ranks_in_fresh_interpreters(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

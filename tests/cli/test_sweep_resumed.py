@@ -182,6 +182,7 @@ def test_a_job_that_goes_on_keeps_the_directory_that_its_options_name(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_a_sweep_goes_on_after_a_full_disk(tmp_path: Path) -> None:
     probe = [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "disk"]
     Path("disk").mkdir()

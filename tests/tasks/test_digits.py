@@ -45,6 +45,7 @@ def accuracy(trainer: pl.Trainer) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_the_net_reads_the_test_digits(tmp_path: Any) -> None:
     assert accuracy(train(tmp_path, epochs=20)) >= 0.95
 

@@ -140,7 +140,11 @@ def test_every_nth_mini_batch_is_that_of_each_worker(tmp_path: Path, strategy: s
 @pytest.mark.parametrize("strategy", by_default(EACH, "async"))
 def test_each_of_several_optimizers_has_its_own(tmp_path: Path, strategy: str) -> None:
     _, trainer = fit(strategy, 2, 4, lambda: ByHand("batch", n=2), max_epochs=EPOCHS)
-    assert trainer.global_step == 2 * BATCHES * EPOCHS
+    whole = 2 * BATCHES * EPOCHS
+    if strategy == "ssp":  # gradients of workers that wait are merged
+        assert trainer.global_step <= whole
+    else:
+        assert trainer.global_step == whole
     assert saved(trainer, tmp_path)[0] == [BATCHES * EPOCHS] * 2
 
 

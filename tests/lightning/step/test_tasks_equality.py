@@ -61,6 +61,7 @@ def test_digits_with_any_number_of_workers_ends_in_the_same_place() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_all_20_epochs_of_digits_end_in_the_same_place_in_float64() -> None:
     """In float32 rounding is amplified now and then: 1e-2 with 4 workers, 1e-6 with 2 and 3."""
     assert 0 < distance(digits(4, 20, "64-true"), digits(1, 20, "64-true")) < 1e-9
