@@ -13,7 +13,7 @@ Lightning's counters are set back to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass
 from operator import or_
 from typing import Any
@@ -177,21 +177,28 @@ def done_by_all(loaders: Sequence[Mapping[str, Any]], n_workers: int) -> int:
     return max((-(-n * n_workers // size) for n, size in zip(done, sizes, strict=True)), default=0)
 
 
-def deal(checkpoint: dict[str, Any], worker: int, n_workers: int, limit: int) -> None:
+def deal(checkpoint: dict[str, Any], worker: int, of: int, limit: int, every: int) -> None:
     """Deal what all workers have done of an epoch to each worker of a run with a limit.
 
-    The checkpoint has the count of the worker that wrote it; with the limit's number Lightning
-    would end the epoch at once. A worker that has nothing left of its share ends it by its sampler.
+    The checkpoint has the count of the worker that wrote it, with which Lightning might end the
+    epoch at once. A worker whose share is done ends it by its sampler.
+
+    Args:
+        checkpoint: to be changed.
+        worker: of ``of`` workers; 0 of 1: all have one count.
+        of: see ``worker``.
+        limit: mini-batches of each worker.
+        every: mini-batches of one step.
     """
-    ours = read_format(checkpoint)
-    if ours is None or (done := ours.get("together")) is None or ours.get("over"):
+    ours, loops = read_format(checkpoint), checkpoint.get("loops", {}).get("fit_loop")
+    if ours is None or (done := ours.get("together")) is None or loops is None or ours.get("over"):
         return
-    if checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]:
+    if loops["epoch_loop.batch_progress"]["is_last_batch"]:
         return  # all workers had done all
-    share = (done + worker) // n_workers
+    share = (done // every + worker) // of * every
     for loader in ours["loaders"]:
         loader["batches"] = share
-    ours["batches"] = min(share, limit - 1)
+    ours["batches"] = max(min(share, limit - 1), 0)
 
 
 def read_format(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -348,56 +355,62 @@ class EpochPosition:
 class Schedules:
     """States of schedules, and their optimizers' groups without parameters, at one moment.
 
-    No groups: no schedule changes that optimizer's.
+    ``None``, or no groups: a checkpoint has them as they are when it is written.
     """
 
-    states: list[dict[str, Any]]
+    states: list[dict[str, Any] | None]
     groups: list[list[dict[str, Any]]]
 
     @classmethod
-    def of(cls, trainer: Any) -> Schedules:
-        """Those of now."""
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        changed = {id(getattr(scheduler, "optimizer", None)) for scheduler in schedulers}
+    def of(cls, trainer: Any, by_step: bool = True) -> Schedules:
+        """Those of now; not ``by_step``: of schedules by epoch alone."""
+        configs = [x for x in trainer.lr_scheduler_configs if by_step or x.interval == "epoch"]
+        changed = {id(getattr(config.scheduler, "optimizer", None)) for config in configs}
         groups = [
             [{k: group[k] for k in group.keys() - {"params"}} for group in each.param_groups]
             if id(each) in changed
             else []
             for each in trainer.optimizers
         ]
-        return cls([deepcopy(scheduler.state_dict()) for scheduler in schedulers], groups)
+        return cls(
+            [_state(x) if x in configs else None for x in trainer.lr_scheduler_configs], groups
+        )
 
-    def with_steps_since(self, trainer: Any) -> Schedules:
-        """These, and the steps that schedules by step have made since."""
-        now = Schedules.of(trainer)
-        self._set(trainer)
-        for config, later in zip(trainer.lr_scheduler_configs, now.states, strict=True):
-            if config.interval == "step" and not config.reduce_on_plateau:
-                for _ in range(later.get("last_epoch", 0) - config.scheduler.last_epoch):
-                    config.scheduler.step()
-        found = Schedules.of(trainer)
-        now._set(trainer)
-        return found
-
-    def _set(self, trainer: Any) -> None:
-        for config, state in zip(trainer.lr_scheduler_configs, self.states, strict=True):
-            config.scheduler.load_state_dict(deepcopy(state))
-        for optimizer, groups in zip(trainer.optimizers, self.groups, strict=True):
-            for group, kept in zip(optimizer.param_groups, groups, strict=False):
-                group.update(kept)
+    def with_changes(self, before: Schedules, now: Schedules) -> Schedules:
+        """These, and what schedules by step have changed since ``before``: they scale rates."""
+        of_optimizers = zip(self.groups, before.groups, now.groups, strict=True)
+        groups = [list(map(_scaled, *each)) for each in of_optimizers]
+        return Schedules(self.states, groups)
 
     def give(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint with these."""
+        states = zip(checkpoint["lr_schedulers"], self.states, strict=True)
         optimizers = zip(checkpoint["optimizer_states"], self.groups, strict=True)
         return checkpoint | {
-            "lr_schedulers": self.states,
+            "lr_schedulers": [now if kept is None else kept for now, kept in states],
             "optimizer_states": [
-                state | {"param_groups": list(map(or_, state["param_groups"], kept))}
+                state | {"param_groups": _replaced(state["param_groups"], kept)}
                 if kept and "param_groups" in state
                 else state
                 for state, kept in optimizers
             ],
         }
+
+
+def _state(config: Any) -> dict[str, Any]:
+    """Its values are copies; a schedule within it keeps its optimizer."""
+    return {name: copy(value) for name, value in config.scheduler.state_dict().items()}
+
+
+def _scaled(kept: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    if before.get("lr") == now.get("lr") or not before.get("lr"):
+        return kept
+    return kept | {"lr": kept["lr"] * (now["lr"] / before["lr"])}
+
+
+def _replaced(groups: list[dict[str, Any]], kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizer may have got groups since."""
+    return [*map(or_, groups, kept), *groups[len(kept) :]]
 
 
 # ---- the end of an epoch in a run that resumes from a checkpoint --------------------------------
@@ -421,7 +434,8 @@ class EpochEnds:
         self._trainer, self._position = trainer, position
         self._found: dict[str, torch.Tensor] = {}  # the checkpoint's metrics
         self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts
-        self._kept: tuple[int, Schedules] | None = None  # before an epoch's schedules
+        # Before an epoch's schedules, and behind them.
+        self._kept: tuple[int, Schedules, Schedules] | None = None
         before(Point.FIT_RESET, trainer.fit_loop, self.settle)
         before(Point.BATCH, trainer.fit_loop.epoch_loop, self.go_on)
         before(Point.COLLECT, log_connector(trainer), self.allow)
@@ -448,14 +462,20 @@ class EpochEnds:
     ) -> None:
         """Keep schedules by epoch as before this worker's last mini-batch; others may have more."""
         if interval == "epoch" and not update_plateau_schedulers:
-            self._kept = self._position.epoch, Schedules.of(self._trainer)
-        proceed(interval, update_plateau_schedulers)
+            kept = Schedules.of(self._trainer, by_step=False)
+            proceed(interval, update_plateau_schedulers)
+            now = Schedules.of(self._trainer, by_step=False)
+            self._kept = self._position.epoch, kept, now
+        else:
+            proceed(interval, update_plateau_schedulers)
 
     def reopened(self, checkpoint: dict[str, Any], epoch: int) -> dict[str, Any]:
         """The checkpoint with schedules by epoch as before this worker's last mini-batch of it."""
         if self._kept is None or self._kept[0] != epoch:
             return checkpoint
-        return self._kept[1].with_steps_since(self._trainer).give(checkpoint)
+        _, kept, after = self._kept
+        now = Schedules.of(self._trainer, by_step=False)
+        return kept.with_changes(after, now).give(checkpoint)
 
     def settle(self) -> None:
         """Counters and schedulers are restored: restore metrics, step schedulers left out."""

@@ -33,6 +33,7 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
 )
 from hybridtrain.lightning.checkpointing.rng_state import RngState
 from hybridtrain.lightning.data.batch_size import Scales, step_fetches
+from hybridtrain.lightning.data.epoch_state import EpochState
 from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group
 from hybridtrain.lightning.data.user_loaders import (
     Batches,
@@ -369,7 +370,7 @@ class Loaders:
         begun = [sampler for sampler in self.samplers if sampler.has_begun(epoch)]
         loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
         ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
-        if self._requirements.data != "shares":
+        if self._requirements.data != "shares" and not for_now:
             ours["together"] = done_by_all(loaders, self._client.n_workers)
         if self._before is not None and alone:  # the resumed run makes these steps again
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False
@@ -393,10 +394,12 @@ class Loaders:
         """Whether others have samples of this epoch where this worker has done its last
         mini-batch: in lock-step only those of lost workers; the rest is beyond a limit, or dropped.
         """
-        if "together" in ours and (limit := self._limit_now()) < math.inf:
-            return ours["together"] < limit * self._client.n_workers
+        limit, ended = self._limit_now(), any(sampler.ended for sampler in self.samplers)
+        if "together" in ours and limit < math.inf:
+            ended = ours["loaders"] and (ended or ours["batches"] >= limit)
+            met = self.position.state is EpochState.OVER
+            return ended and not met and ours["together"] < limit * self._client.n_workers
         left = any(sampler.left_by(self._client.gone) for sampler in self.samplers)
-        ended = any(sampler.ended for sampler in self.samplers)
         any_left = any(loader["spans"] for loader in ours["loaders"])
         return ended and any_left and (left or not self._requirements.whole_rounds)
 
@@ -425,8 +428,8 @@ class Loaders:
 
     def _go_on_from(self, checkpoint: dict[str, Any], resumes: bool) -> None:
         if resumes:
-            if self._requirements.data != "shares" and isinstance(self._limit, int):
-                deal(checkpoint, self._client.worker, self._client.n_workers, self._limit)
+            if isinstance(self._limit, int) and not self._client.joins:
+                self._deal(checkpoint, self._limit)
             self.position.resume(read(checkpoint))
             self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))
             if not self._client.joins:  # a restarted worker has the RNG states of another
@@ -434,6 +437,11 @@ class Loaders:
         if self.position.resumed is not None:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
             warnings.filterwarnings("ignore", message)  # which works here
+
+    def _deal(self, checkpoint: dict[str, Any], limit: int) -> None:
+        client, every = self._client, int(self._trainer.accumulate_grad_batches)
+        alike = self._requirements.data == "shares"
+        deal(checkpoint, 0 if alike else client.worker, client.n_workers, limit, every)
 
     def set_epochs(self) -> None:
         """Counters are restored: set the epoch of loaders that were made before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import or_
 from typing import Any
 
 import torch
@@ -22,13 +23,22 @@ class HyperParameters:
         self._optimizer = optimizer
         self._sent = self._known = plain(optimizer)  # a push may be broken off, and not be heard
 
-    def changed(self, whole: bool) -> Groups | None:
-        """What has changed since it was sent; it counts as sent now. ``whole``: all of them."""
+    def changed(self, whole: bool, scheduled: bool = False) -> Groups | None:
+        """What has changed since it was sent; it counts as sent now.
+
+        ``whole``: all of them; ``scheduled``: those that a schedule moves, too.
+        """
         now = self._optimizer.param_groups
-        if not whole and len(now) == len(self._sent) and untouched(now, self._sent):
+        if not (whole or scheduled) and len(now) == len(self._sent) and untouched(now, self._sent):
             return None
         groups = plain(self._optimizer)
         changed = groups if whole else differences(self._sent, groups)
+        if scheduled:
+            moved = [
+                {name: each[name] for name in _scheduled(group)}
+                for each, group in zip(groups, now, strict=True)
+            ]
+            changed = tuple(map(or_, moved, changed or [{}] * len(moved)))
         self._sent = groups
         return changed
 

@@ -125,6 +125,7 @@ class WorkerStep:
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, parts.number_of)
         self.hyper_parameters = HyperParameters(optimizer)
+        self._joins = parts.client.joins  # and has pushed nothing so far
         self.count = 0  # steps so far
         self.version = 0  # of the last release
         self._clip: Clip | None = None
@@ -184,10 +185,11 @@ class WorkerStep:
     def _told_groups(self, whole: bool) -> Groups | None:
         """Changed hyper-parameters that the update of the masters follows.
 
-        All of them where this worker takes the place of a lost one, which may have changed some
-        behind its last push.
+        A worker that takes the place of a lost one tells those that a schedule moves, too: the lost
+        one may have moved them behind its last push.
         """
-        changed = self.hyper_parameters.changed(whole or self._client.joins)
+        scheduled, self._joins = self._joins, False
+        changed = self.hyper_parameters.changed(whole, scheduled)
         return self._parts.update.told(self.optimizer, changed)
 
     def state_dict(self, saved: Saved) -> dict[str, Any]:
