@@ -214,6 +214,10 @@ class EpochSampler(Sampler[int]):
             self._drawn = {**last, key: source(self.epoch)}
         return self._drawn[key]
 
+    def forget_orders(self) -> None:
+        """Let the next iteration draw the order anew."""
+        self._drawn = {}
+
     def _plan_next(
         self,
         n_samples: int,

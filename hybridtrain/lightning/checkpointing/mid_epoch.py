@@ -320,6 +320,11 @@ class EpochPosition:
         begun = self.state is not EpochState.BETWEEN and self._begun is not None
         return begun and self._begun != self.epoch
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an epoch has begun in this run."""
+        return self._begun is not None
+
     def on(self, event: EpochEvent) -> bool:
         """Apply an event; return whether it has changed the state."""
         before, self.state = self.state, TABLE.get((self.state, event), self.state)

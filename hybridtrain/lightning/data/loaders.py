@@ -41,6 +41,7 @@ from hybridtrain.lightning.data.user_loaders import (
     Handed,
     check_batches,
     handed,
+    lacks_batches,
     makes_its_own,
     order_of,
     plan_of,
@@ -61,7 +62,10 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     is_limited,
     logged_step,
     put_inside,
+    reload_epochs,
+    reloads_here,
     remeasure,
+    set_reload_epochs,
     training_fetcher,
 )
 from hybridtrain.lightning.hooks.points import Point, around, before, instead
@@ -188,7 +192,7 @@ class Loaders:
                 warn_of_repetition(dataloader, str(mode.value), client.n_workers)
         if not isinstance(prepared, DataLoader):
             return prepared
-        if prepared.batch_sampler is None and dataloader.batch_sampler is not None:
+        if lacks_batches(prepared, dataloader):
             prepared = with_batches(prepared, dataloader.batch_sampler)
         if isinstance(getattr(prepared.batch_sampler, "sampler", None), Handed):
             noting = prepared.batch_sampler
@@ -462,18 +466,34 @@ class Loaders:
         """Let lengths and iterators be those of this epoch."""
         loop = self._trainer.fit_loop
         self._admit()
+        is_first = not self.position.has_begun
         self._moved |= self.position.begin()
         goes_on = loop.is_resuming or loop.epoch_loop.restarting
         lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
         stale = self._moved or any(sampler.stale() for sampler in self.samplers)
         if self._rng_state.waits:
             self._rng_state.compare()
-            if self.position.resumed is None:  # an epoch begins, whose iterator draws a number
-                self._rng_state.throw()
+            if self.position.resumed is None:
+                self._begin_with_saved_numbers(is_first)
                 stale = True
         if stale and not lightning_iterates:
             iter(training_fetcher(self._trainer))
         self._moved = False
+
+    def _begin_with_saved_numbers(self, is_first: bool) -> None:
+        """An epoch begins behind a checkpoint: its iterators draw a number, and the user's sampler
+        an order. Loaders have drawn theirs already, before the states were restored.
+
+        ``is_first``: of this run; else other workers may have restored theirs in the resumed epoch,
+        and do not meet for another order.
+        """
+        self._rng_state.throw()
+        for sampler in self.samplers if is_first else ():
+            sampler.forget_orders()
+        if reloads_here(self._trainer):  # which in an uninterrupted run draws a number, too
+            iter(training_fetcher(self._trainer))
+            _, validation = reload_epochs(self._trainer)
+            set_reload_epochs(self._trainer, self._trainer.current_epoch, validation)
 
     def _admit(self) -> None:
         """In lock-step: share the epoch with workers whose host has come since the last one.

@@ -118,6 +118,18 @@ def check_batches(dataloader: DataLoader[Any]) -> None:
         )
 
 
+def lacks_batches(prepared: DataLoader[Any], dataloader: DataLoader[Any]) -> bool:
+    """Whether Lightning has dropped the mini-batches of an explicit ``batch_sampler``.
+
+    Of a loader made in a hook (``train_dataloader``) it makes mini-batches of one sample.
+    """
+    made, given = prepared.batch_sampler, dataloader.batch_sampler
+    if made is None or prepared is dataloader:
+        return made is None and given is not None
+    explicit = type(given) is BatchSampler and dataloader.batch_size is None
+    return explicit and type(made) is BatchSampler
+
+
 def with_batches(prepared: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     """Restore the mini-batches of an explicit ``batch_sampler``, which Lightning drops."""
     found = BatchSampler(prepared.sampler, batches.batch_size, batches.drop_last)

@@ -215,6 +215,12 @@ def set_reload_epochs(trainer: Any, training: float, validation: float) -> None:
     loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
 
 
+def reloads_here(trainer: Any) -> bool:
+    """Whether an uninterrupted training makes its loaders anew where this epoch begins."""
+    every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
+    return every > 0 and epoch > 0 and epoch % every == 0
+
+
 def combination_of(combined: Any) -> str:
     """The ``mode`` of a ``CombinedLoader``."""
     return combined._mode

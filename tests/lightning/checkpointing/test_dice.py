@@ -12,7 +12,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
@@ -113,6 +113,51 @@ def test_it_goes_on_between_two_epochs_as_well(tmp_path: Path) -> None:
     resumed, _ = noisy(tmp_path / "b", ckpt=tmp_path / "a" / "last.ckpt", kind=Noisier)
     whole, _ = noisy(tmp_path / "c", kind=Noisier)
     assert torch.equal(resumed, whole)
+
+
+class Reloading(pl.LightningDataModule):
+    """Its loaders draw where they are made and iterated; ``drawn``: by a sampler of its own."""
+
+    def __init__(self, drawn: bool, processes: int) -> None:
+        super().__init__()
+        self.drawn, self.processes = drawn, processes
+
+    def train_dataloader(self) -> Any:
+        data = regression_data(48)
+        sampler = SubsetRandomSampler(range(40)) if self.drawn else None
+        return DataLoader(data, 4, sampler=sampler, num_workers=self.processes)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "processes", "every"), [(False, 0, 1), (True, 0, 2), (True, 1, 0), (True, 1, 1)]
+)
+def test_between_two_epochs_loaders_draw_what_would_have_come_next(
+    drawn: bool, processes: int, every: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "third.ckpt"
+
+    def trained(ckpt: Path | None, *callbacks: Any) -> torch.Tensor:
+        pl.seed_everything(7, verbose=False)
+        options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": every}
+        trainer = make_trainer("hybrid", 2, callbacks=[*callbacks], **options)
+        module = Noisier()
+        data = Reloading(drawn, processes)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=ckpt and True)
+        return flat(module)
+
+    whole = trained(None, Ended(path))
+    assert torch.equal(trained(path), whole)
+
+
+class Ended(pl.Callback):
+    """All workers write a checkpoint where the second epoch ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
 
 
 # In the middle of a round of `synchronous` a checkpoint has one worker's (docs/limits.md).

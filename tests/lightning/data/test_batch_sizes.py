@@ -220,8 +220,9 @@ def test_mini_batches_that_are_not_the_loaders_cannot_be_sized(policy: str) -> N
             make_trainer(strategy, 2).fit(Regression(), loader)
 
 
+@pytest.mark.parametrize("in_hook", [False, True])
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
-def test_an_explicit_plain_batch_sampler_keeps_its_mini_batches(policy: str) -> None:
+def test_an_explicit_plain_batch_sampler_keeps_its_mini_batches(policy: str, in_hook: bool) -> None:
     """Lightning loses them when it puts another sampler in, under ddp as well."""
     data = Recorder(regression_data(24))
 
@@ -233,8 +234,19 @@ def test_an_explicit_plain_batch_sampler_keeps_its_mini_batches(policy: str) -> 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             assert batch[0].shape == (4, 4)
 
-    loader = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, True))
+    def made() -> DataLoader[Any]:
+        return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, True))
+
+    class Made(pl.LightningDataModule):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return made()
+
+        val_dataloader = train_dataloader
+
     trainer = make_trainer(policy, 2, max_epochs=1)
-    trainer.fit(Fours(), loader, loader)
+    if in_hook:
+        trainer.fit(Fours(), datamodule=Made())
+    else:
+        trainer.fit(Fours(), made(), made())
     assert data.counts.tolist() == [2] * 24
     assert trainer.strategy.run_stats()["samples"] == 24
