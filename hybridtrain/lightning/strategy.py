@@ -245,7 +245,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
                 share_buffers(trainer.lightning_module, self.client, self.session.buffers is None)
             self.session.install()
             if self._back is not None:
-                self._back.restore_apart()
+                self._back.restore_apart(self.session)
             if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)
             if self._count is not None and self.client.joins:

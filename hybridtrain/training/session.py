@@ -149,9 +149,13 @@ class WorkerSession:
                     "out, or use SGD or Adam"
                 )
         client, store = self._client, self._store
-        replica = open_replica(self._parameters, store, client.worker, self.final, codec)
+        leads = self._leads
+        replica = open_replica(self._parameters, store, client.worker, self.final, codec, leads)
         client.listeners.while_waiting(replica.meanwhile)
         return replica, GradientStep
+
+    def _leads(self) -> bool:
+        return self._client.is_leader
 
     def write_to_masters(self, private_state: bool) -> tuple[Replica, MakeStep]:
         """Workers step the masters themselves."""

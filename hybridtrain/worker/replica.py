@@ -174,13 +174,18 @@ class Replica(Protocol):
         """There will be no further step."""
 
 
-def tells_writes(store: Store, worker: int) -> bool:
+Leads = Callable[[], bool]  # whether a worker speaks for all now
+
+
+def tells_writes(store: Store, worker: int, leads: Leads | None) -> Leads:
     """Whether the server wants to know what this worker's user code has written.
 
     In lock-step all write alike, and worker 0 speaks for all, as its parameters are those that
-    all-reduce would have saved.
+    all-reduce would have saved; while it is lost another one ``leads``.
     """
-    return store.private_parameters or worker == 0
+    if store.private_parameters:
+        return lambda: True
+    return leads or (lambda: worker == 0)
 
 
 def has_later_hooks(parameter: torch.Tensor) -> bool:
@@ -204,6 +209,7 @@ class HostReplica(Replica):
         eager: copy each gradient the moment autograd has accumulated it. Only where nobody reads
             or changes ``.grad`` between backward and step.
         encoder: encodes gradients; then none is copied eagerly.
+        leads: whether this worker speaks for all now; ``None``: worker 0 does.
     """
 
     def __init__(
@@ -213,12 +219,13 @@ class HostReplica(Replica):
         worker: int,
         eager: bool,
         encoder: RowEncoder | None = None,
+        leads: Leads | None = None,
     ) -> None:
         self._parameters = list(parameters)
         slots = store.layout.slots
         self._rows = [store.gradient(worker, slot) for slot in slots]  # each in parameter's shape
         self._window = open_window(store, worker)
-        self._tells_writes = tells_writes(store, worker)
+        self._tells_writes = tells_writes(store, worker, leads)
         self._number_of = {slot: number for number, slot in enumerate(slots)}
         self._following = list(slots)
         self._views = [self._window.view(slot) for slot in slots]
@@ -337,7 +344,7 @@ class HostReplica(Replica):
     def writes(self) -> Writes:
         self._reattach()
         changed = self._window.written(self._following)
-        if not self._tells_writes:
+        if not self._tells_writes():
             return {}
         return {self._number_of[slot]: elements(self._window.view(slot)) for slot in changed}
 

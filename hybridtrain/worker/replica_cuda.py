@@ -37,6 +37,7 @@ from hybridtrain.worker.device import (
 )
 from hybridtrain.worker.replica import (
     HostReplica,
+    Leads,
     Replica,
     has_later_hooks,
     tells_writes,
@@ -53,13 +54,18 @@ def open_replica(
     worker: int,
     eager: bool,
     codec: Codec | None = None,
+    leads: Leads | None = None,
 ) -> Replica:
-    """The one for the device that the parameters lie on; ``codec``: of the gradients."""
+    """The one for the device that the parameters lie on.
+
+    ``codec``: of the gradients; ``leads``: whether this worker speaks for all now.
+    """
     encoder = None if codec is None else RowEncoder(codec, parameters, store, worker)
     device = parameters[0].device
     if device.type not in KINDS:
-        return HostReplica(parameters, store, worker, eager, encoder)
-    return CudaReplica(parameters, store, worker, eager, KINDS[device.type](device), encoder)
+        return HostReplica(parameters, store, worker, eager, encoder, leads)
+    streams = KINDS[device.type](device)
+    return CudaReplica(parameters, store, worker, eager, streams, encoder, leads)
 
 
 class CudaReplica(Replica):
@@ -73,6 +79,7 @@ class CudaReplica(Replica):
             between backward and step.
         streams: of the device.
         encoder: encodes gradients on the device; then none is sent eagerly.
+        leads: whether this worker speaks for all now; ``None``: worker 0 does.
     """
 
     streams: Streams
@@ -85,6 +92,7 @@ class CudaReplica(Replica):
         eager: bool,
         streams: Streams,
         encoder: RowEncoder | None = None,
+        leads: Leads | None = None,
     ) -> None:
         self._parameters, self.streams = list(parameters), streams
         slots = store.layout.slots
@@ -93,7 +101,7 @@ class CudaReplica(Replica):
         sources = [store.parameter(worker, slot) for slot in slots]  # host, page-locked
         self.incoming = Incoming(streams, self._parameters, sources)
         self._outgoing = Outgoing(streams, self._rows)
-        self._tells_writes = tells_writes(store, worker)
+        self._tells_writes = tells_writes(store, worker, leads)
         self._following = list(range(len(slots)))
         self._counts = [0] * len(slots)  # torch's, of changes in place
         self._norms: dict[int, torch.Tensor] = {}  # () float64 each, on the device
@@ -236,7 +244,7 @@ class CudaReplica(Replica):
         return self._progress.read().number if self._progress is not None else 0
 
     def _copy(self, numbers: list[int]) -> None:
-        note = self._take_fingerprints_on_the_way if self._tells_writes else self._take_counts
+        note = self._take_fingerprints_on_the_way if self._tells_writes() else self._take_counts
         self.incoming.copy(numbers, note)
 
     def written(self, alike: bool) -> Writes:
@@ -245,22 +253,27 @@ class CudaReplica(Replica):
         return self.writes() if alike or seen else {}
 
     def writes(self) -> Writes:
-        return self._changed(self._following)
+        return self._changed(self._following) if self._tells_writes() else {}
 
     def apart(self) -> Writes:
         return self._changed(range(len(self._parameters)))
 
     def _changed(self, numbers: Sequence[int]) -> Writes:
-        """Seen by fingerprint: comparing with the host would take the bus for a whole pass."""
+        """Seen by fingerprint: comparing with the host would take the bus for a whole pass.
+
+        A worker that has not spoken for all has no norms; there torch's counts have to do.
+        """
         self.incoming.settle()
-        if self._closed or not self._tells_writes or not numbers:
+        if self._closed or not numbers:
             return {}
-        tensors = [self._parameters[number] for number in numbers]
-        changed = _differ([self._norms[number] for number in numbers], _norms(tensors))
+        known = [number for number in numbers if number in self._norms]
+        norms = _norms([self._parameters[number] for number in known])
+        moved = _differ([self._norms[number] for number in known], norms) if known else []
+        changed = {number for number, yes in zip(known, moved, strict=True) if yes}
         return {
-            number: elements(tensor)
-            for number, tensor, yes in zip(numbers, tensors, changed, strict=True)
-            if yes or tensor._version != self._counts[number]
+            number: elements(self._parameters[number])
+            for number in numbers
+            if number in changed or self._parameters[number]._version != self._counts[number]
         }
 
     def _take_fingerprints(self, numbers: list[int]) -> None:

@@ -31,13 +31,14 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     set_reload_epochs,
 )
 from hybridtrain.lightning.hooks.points import Point, before
-from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
+from hybridtrain.lightning.hooks.trainer_hooks import CURRENT, dump_at_once
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.run_context import checkpoints_of, context_of
+from hybridtrain.lightning.step.session import Session
 from hybridtrain.memory.scratch_file import as_bytes, read
 from hybridtrain.memory.store import checksum
-from hybridtrain.protocol.messages import Progress
+from hybridtrain.protocol.messages import Progress, Writes
 from hybridtrain.protocol.spans import split, total
 from hybridtrain.training.samplers import EpochSampler
 from hybridtrain.training.step.shared_buffers import lies_apart
@@ -181,9 +182,18 @@ class RejoinState:
             "should_stop": trainer.should_stop,
             "checkpoints": [standing_of(each, module) for each in checkpoints_of(trainer)],
             "unsaved": {k: v for k, v in module.named_buffers() if k not in state},
+            "written": self._written(),
             **_own_of(trainer, self._at_first),
         }
         return as_bytes(checkpoint)
+
+    def _written(self) -> Writes:
+        """In lock-step: what hooks have written to parameters since the last update."""
+        session = context_of(self._trainer).session
+        together = context_of(self._trainer).requirements.whole_rounds
+        if not together or session is None or session.has_own_parameters:
+            return {}
+        return session.replica.apart()
 
 
 def _own_of(trainer: Any, at_first: dict[str, int]) -> dict[str, Any]:
@@ -235,6 +245,8 @@ class Rejoin:
         if context_of(trainer).requirements.whole_rounds:
             steps = version - self._checkpoint["global_step"]
             self._ends_epoch = advance(self._checkpoint, steps, self._ours["accumulated"])
+            if steps > 0:  # later updates have them
+                self._ours["written"] = {}
         client.rejoin()
         before(Point.FIT, trainer.fit_loop, self.agree)
 
@@ -263,8 +275,12 @@ class Rejoin:
             optimizer.param_groups[:] = own[: len(groups)]
 
     @torch.no_grad()
-    def restore_apart(self) -> None:
-        """Restore parameters outside of optimizers, which are each worker's own."""
+    def restore_apart(self, session: Session) -> None:
+        """Restore parameters outside of optimizers, which are each worker's own.
+
+        And what hooks have written behind the last update: the masters get it with the next one.
+        """
+        session.repeat(self._ours["written"])
         named = dict(self._trainer.lightning_module.named_parameters())
         for name in named.keys() & self._ours["apart"].keys():  # user code may make some later
             named[name].copy_(self._ours["apart"][name])
@@ -272,8 +288,9 @@ class Rejoin:
     def load(self) -> dict[str, Any]:
         """The state as a checkpoint, for Lightning."""
         self._take_unsaved_buffers()
-        weights = self._trainer.lightning_module.state_dict()  # not used
-        return {**self._checkpoint, "state_dict": weights | self._checkpoint["state_dict"]}
+        weights, found = self._trainer.lightning_module.state_dict(), self._checkpoint  # not used
+        kept = {name: weights | found[name] for name in ("state_dict", CURRENT) if name in found}
+        return {**found, **kept}
 
     def agree(self) -> None:
         """Let callbacks of this new process decide as those of the others.

@@ -137,6 +137,7 @@ def layer_sync(strategy: Any) -> Any:
 # State of a ModelCheckpoint's decisions.
 DECIDED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 HOW_IT_STEPS = "_automatic_optimization"  # of a module
+CURRENT = "current_model_state"  # in checkpoints of callbacks that average weights: the module's
 WRITER = "_experiment"  # of a logger: the object behind ``logger.experiment``, with threads, files
 
 # ---- Timer --------------------------------------------------------------------------------------

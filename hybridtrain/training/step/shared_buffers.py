@@ -52,14 +52,21 @@ class SharedBuffers:
         """
         if self._client.solo:
             return
-        mine = [buffers[name] for buffers, name in self._named]
-        sent = [None if b is None else b.cpu() for b in mine] if self._client.is_leader else None
-        for (buffers, name), value in zip(
-            self._named, self._client.gather("buffers", sent)[0], strict=True
-        ):
+        for (buffers, name), value in zip(self._named, self._first_ones(), strict=True):
             put(buffers, name, value)
         if not accumulating:
             self.keep(self._client.version)
+
+    def _first_ones(self) -> list[torch.Tensor | None]:
+        """Worker 0's, or where it is lost in this meeting, in another one the next worker's."""
+        mine = [buffers[name] for buffers, name in self._named]
+        while True:
+            sent = (
+                [None if b is None else b.cpu() for b in mine] if self._client.is_leader else None
+            )
+            found: list[torch.Tensor | None] | None = self._client.gather("buffers", sent)[0]
+            if found is not None:
+                return found
 
     @torch.no_grad()
     def publish(self) -> None:
