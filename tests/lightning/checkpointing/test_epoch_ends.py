@@ -15,7 +15,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ExponentialLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -280,6 +285,30 @@ def test_which_one_worker_had_ended_is_ended_once(
     assert rates[0] == pytest.approx(rates[1], rel=1e-12)
     validated = [each.fit_loop.epoch_loop.val_loop.batch_progress for each in (resumed, whole)]
     assert validated[0].total.completed == validated[1].total.completed
+
+
+def chained(optimizer: Any) -> Any:
+    return by_the_step(lambda o: ChainedScheduler([ExponentialLR(o, 0.9)]))(optimizer)
+
+
+def test_saving_leaves_the_schedules_of_the_run_as_they_are(tmp_path: Path) -> None:
+    """Also one that does not count its steps; the file of an epoch's end says that it is over."""
+
+    class Chained(Noisy):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            return [optimizer], [chained(optimizer), StepLR(optimizer, 1, 0.5)]
+
+    each = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    ends = ModelCheckpoint(tmp_path, "end", save_on_train_epoch_end=True)
+    options: dict[str, Any] = {"limit_train_batches": 5, "enable_checkpointing": True}
+    trainer = make_trainer("async", 2, max_epochs=1, callbacks=[each, ends], **options)
+    trainer.fit(Chained(), DataLoader(regression_data(44), 4))
+    assert len([*tmp_path.glob("step=*.ckpt")]) > 4
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    assert rate == pytest.approx(0.01 * 0.9**10 * 0.5, rel=1e-12)
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
 
 
 @pytest.mark.parametrize("over", [True, False])

@@ -69,6 +69,27 @@ def test_an_epoch_has_the_samples_of_the_users_sampler(loader: Any, samples: Any
     assert plan_of(loader, order, None, 2).length == len(samples)
 
 
+class Sized(Regression):
+    """Makes its loader in a hook; its buffer is the size of the last mini-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.zeros(1))
+
+    def train_dataloader(self) -> Any:
+        return in_batches(RandomSampler(DATA))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.size.fill_(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_sampler_of_a_loader_that_a_hook_makes_keeps_its_size() -> None:
+    module, trainer = Sized(), make_trainer("hybrid", 2, max_epochs=1)
+    trainer.fit(module)
+    assert trainer.global_step == len(DATA) // (2 * 2) and float(module.size) == 2
+
+
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 def test_a_sampler_within_a_batch_sampler_is_trained_and_validated_on(strategy: str) -> None:
     data = Recorder(regression_data(12))

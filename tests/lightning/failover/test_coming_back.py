@@ -288,3 +288,65 @@ def test_a_rate_that_was_changed_behind_the_last_push_of_a_lost_worker_counts(
     trainer.fit(module, DataLoader(regression_data(N), SIZE))
     assert killed.mark.exists() and trainer.global_step >= 6
     assert module.weight.item() == -sum(0.5**step for step in range(trainer.global_step))
+
+
+class ShownTwice(Shown):
+    """Two parameters, each with an optimizer and a schedule, which are stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.weight.sum() + self.other.sum())
+        for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        made = [torch.optim.SGD([each], lr=1.0) for each in (self.weight, self.other)]
+        return made, [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in made]
+
+
+def test_so_it_does_in_each_of_several_optimizers(tmp_path: Path) -> None:
+    module, killed = ShownTwice(), Killed(tmp_path, 0, 2)
+    strategy = HybridStrategy(on_failure="restart")
+    trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed])
+    trainer.fit(module, DataLoader(regression_data(N), SIZE))
+    assert killed.mark.exists() and trainer.global_step == 12
+    assert module.weight.item() == module.other.item() == -sum(0.5**step for step in range(6))
+
+
+class LoweredByHand(Shown):
+    """Worker 0 alone lowers the rate, which no schedule moves."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0 and batch_idx == 1:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.25
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_a_rate_that_worker_0_alone_has_set_stays(tmp_path: Path) -> None:
+    module, killed = LoweredByHand(), Killed(tmp_path, 0, 3)
+    strategy = HybridStrategy(on_failure="restart")
+    trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed])
+    trainer.fit(module, DataLoader(regression_data(N), SIZE))
+    assert killed.mark.exists() and trainer.global_step == 6
+    assert module.weight.item() == -1 - 5 * 0.25
+
+
+def test_who_comes_back_has_no_second_share_of_a_limit(tmp_path: Path) -> None:
+    killed, strategy = Killed(tmp_path, 1, 6), HybridStrategy("async", on_failure="restart")
+    trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed], limit_train_batches=8)
+
+    class Slow(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            time.sleep(0.15)
+            return super().training_step(batch, batch_idx)
+
+    trainer.fit(Slow(), DataLoader(regression_data(160), SIZE))
+    assert killed.mark.exists() and trainer.global_step <= 16

@@ -151,7 +151,8 @@ def test_a_checkpoint_that_one_worker_makes_alone_changes_nothing(
     never = fitted(tmp_path, SCHEMES[name], callbacks=[])
     assert all(map(torch.equal, often.parameters(), never.parameters()))
     made = {torch.load(x, weights_only=True)["global_step"] for x in tmp_path.glob("periodic*")}
-    assert len(made) == 18
+    # In lock-step, steps that the masters lack do not count: one state for each mean.
+    assert len(made) == {"local_sgd": 6, "streaming": 10}.get(name, 18)
 
 
 @pytest.mark.few(1)
