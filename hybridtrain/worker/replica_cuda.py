@@ -253,8 +253,7 @@ class CudaReplica(Replica):
         return self.writes() if alike or seen else {}
 
     def writes(self) -> Writes:
-        self.incoming.settle()
-        return self._changed(self._following) if self._tells_writes() else {}
+        return self._changed(self._following if self._tells_writes() else ())
 
     def apart(self) -> Writes:
         return self._changed(range(len(self._parameters)))

@@ -113,7 +113,7 @@ def count_from_zero(checkpoint: dict[str, Any]) -> None:
 
 
 def take_off_steps(checkpoint: dict[str, Any], steps: int, logged: int) -> None:
-    """Count so many steps less, which the resumed run makes again; ``logged``: the logged step."""
+    """Count so many steps less, which the resumed run makes again; ``logged``: rows before them."""
     loops = checkpoint["loops"]["fit_loop"]
     automatic, _ = _step_counts(loops)
     for each in (automatic["total"], automatic["current"]):
@@ -185,7 +185,7 @@ def deal(checkpoint: dict[str, Any], worker: int, of: int, limit: int, every: in
 
     Args:
         checkpoint: to be changed.
-        worker: of ``of`` workers; 0 of 1: all have one count.
+        worker: of ``of`` workers; 0 for each of them in lock-step, where all have one count.
         of: see ``worker``.
         limit: mini-batches of each worker.
         every: mini-batches of one step.

@@ -38,7 +38,8 @@ class HyperParameters:
                 {name: each[name] for name in _scheduled(group)}
                 for each, group in zip(groups, now, strict=True)
             ]
-            changed = tuple(map(or_, moved, changed or [{}] * len(moved)))
+            told = tuple(map(or_, moved, changed or [{}] * len(moved)))
+            changed = told if any(told) else None
         self._sent = groups
         return changed
 

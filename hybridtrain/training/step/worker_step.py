@@ -185,8 +185,8 @@ class WorkerStep:
     def _told_groups(self, whole: bool) -> Groups | None:
         """Changed hyper-parameters that the update of the masters follows.
 
-        A worker that takes the place of a lost one tells those that a schedule moves, too: the lost
-        one may have moved them behind its last push.
+        A worker that repeats a lost one's step tells those that a schedule moves, too: the lost one
+        may have moved them behind its last push.
         """
         scheduled, self._joins = self._joins, False
         changed = self.hyper_parameters.changed(whole, scheduled)
