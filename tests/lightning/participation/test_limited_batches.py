@@ -207,5 +207,7 @@ def test_a_resumed_epoch_has_what_the_limit_leaves(name: str, workers: int, tmp_
     ends, strategy = Ends(), strategies.make(name, workers)
     trainer = make_trainer(strategy, workers, callbacks=[ends], **options)
     trainer.fit(Module(), training, ckpt_path=path, weights_only=False)
-    assert ends.ended[:workers].tolist() == [LIMIT - LIMIT // 2] * workers
+    left = LIMIT * workers - torch.load(path, weights_only=True)["hybridtrain"]["together"]
+    # A worker that has had its share makes one mini-batch more, in place of one that was dropped.
+    assert left <= ends.ended[:workers].sum() <= left + workers
     assert strategy.run_stats()["samples"] == ends.ended.sum() * SIZE
