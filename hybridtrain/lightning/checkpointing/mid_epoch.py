@@ -46,6 +46,7 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import LoaderPass
 from hybridtrain.protocol.spans import Spans, positions
 from hybridtrain.training.samplers import Begun, EpochPlan, EpochSampler, Order, Seeded
+from hybridtrain.updates.groups import Groups, plain
 
 KEY = "hybridtrain"
 FORMAT = 1
@@ -364,27 +365,21 @@ class Schedules:
     """
 
     states: list[dict[str, Any] | None]
-    groups: list[list[dict[str, Any]]]
+    groups: list[Groups]
 
     @classmethod
     def of(cls, trainer: Any, by_step: bool = True) -> Schedules:
-        """Those of now; not ``by_step``: of schedules by epoch alone."""
+        """The present ones; not ``by_step``: of schedules by epoch alone."""
         configs = [x for x in trainer.lr_scheduler_configs if by_step or x.interval == "epoch"]
         changed = {id(getattr(config.scheduler, "optimizer", None)) for config in configs}
-        groups = [
-            [{k: group[k] for k in group.keys() - {"params"}} for group in each.param_groups]
-            if id(each) in changed
-            else []
-            for each in trainer.optimizers
-        ]
-        return cls(
-            [_state(x) if x in configs else None for x in trainer.lr_scheduler_configs], groups
-        )
+        groups = [plain(each) if id(each) in changed else () for each in trainer.optimizers]
+        states = [_state(x) if x in configs else None for x in trainer.lr_scheduler_configs]
+        return cls(states, groups)
 
     def with_changes(self, before: Schedules, now: Schedules) -> Schedules:
         """These, and what schedules by step have changed since ``before``: they scale rates."""
         of_optimizers = zip(self.groups, before.groups, now.groups, strict=True)
-        groups = [list(map(_scaled, *each)) for each in of_optimizers]
+        groups = [tuple(map(_scaled, *each)) for each in of_optimizers]
         return Schedules(self.states, groups)
 
     def give(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -408,12 +403,13 @@ def _state(config: Any) -> dict[str, Any]:
 
 
 def _scaled(kept: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The group ``kept`` with its rate times what the rate has changed by since ``before``."""
     if before.get("lr") == now.get("lr") or not before.get("lr"):
         return kept
     return kept | {"lr": kept["lr"] * (now["lr"] / before["lr"])}
 
 
-def _replaced(groups: list[dict[str, Any]], kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _replaced(groups: list[dict[str, Any]], kept: Groups) -> list[dict[str, Any]]:
     """The optimizer may have got groups since."""
     return [*map(or_, groups, kept), *groups[len(kept) :]]
 

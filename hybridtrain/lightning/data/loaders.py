@@ -376,7 +376,7 @@ class Loaders:
         ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
         if self._requirements.data != "shares" and not for_now:
             ours["together"] = done_by_all(loaders, self._client.n_workers)
-        if self._before is not None and alone:  # the resumed run makes these steps again
+        if alone and self._before is not None:  # the resumed run makes these steps again
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False
             logged, schedules = self._before
             take_off_steps(checkpoint, self._n_owed, logged)

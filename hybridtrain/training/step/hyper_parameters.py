@@ -24,7 +24,7 @@ class HyperParameters:
         self._sent = self._known = plain(optimizer)  # a push may be broken off, and not be heard
 
     def changed(self, whole: bool, scheduled: bool = False) -> Groups | None:
-        """What has changed since it was sent; it counts as sent now.
+        """Hyper-parameters that differ from the last ones sent; they count as sent now.
 
         ``whole``: all of them; ``scheduled``: those that a schedule moves, too.
         """

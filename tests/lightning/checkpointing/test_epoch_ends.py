@@ -254,37 +254,69 @@ class Behind(Noisy):
         return [optimizer], [schedule(optimizer) for schedule in schedules]
 
 
-@pytest.mark.parametrize("limit", by_default([None, 5], None, 5))
-@pytest.mark.parametrize("policy", by_default(["async", "hogwild", "downpour"], "async"))
+ENDED = [
+    ("async", None, "async", 1),
+    ("async", 5, "async", 1),
+    ("async", 5, "hybrid", 1),
+    ("async", 6, "async", 2),
+    *[(policy, limit, policy, 1) for policy in ("hogwild", "downpour") for limit in (None, 5)],
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "limit", "then", "every"), but_slow(ENDED, lambda _, number: number > 3)
+)
 def test_which_one_worker_had_ended_is_ended_once(
-    policy: str, limit: int | None, tmp_path: Path
+    policy: str, limit: int | None, then: str, every: int, tmp_path: Path
 ) -> None:
-    def train(name: str, ckpt_path: Path | None = None, fails: bool = False) -> Any:
+    def train(name: str, by: str, ckpt: Path | None = None, fails: bool = False) -> Any:
         module = Behind()
         module.fails = fails
         trainer = make_trainer(
-            policy,
+            by,
             2,
             max_epochs=2,
             limit_train_batches=limit,
+            accumulate_grad_batches=every,
             enable_checkpointing=True,
             default_root_dir=tmp_path / name,
         )
         held_out = DataLoader(regression_data(8), 4)
-        trainer.fit(module, DataLoader(regression_data(44), 4), held_out, ckpt_path=ckpt_path)
+        trainer.fit(module, DataLoader(regression_data(60), 4), held_out, ckpt_path=ckpt)
         return trainer
 
     with pytest.raises(LookupError, match="broken off"):
-        train("broken", fails=True)
+        train("broken", policy, fails=True)
     (path,) = (tmp_path / "broken").rglob("interrupted.ckpt")
-    resumed, whole = train("resumed", path), train("whole")
-    assert resumed.global_step == whole.global_step == (2 * 11 if limit is None else 2 * 2 * limit)
-    for mine, theirs in zip(resumed.lr_scheduler_configs, whole.lr_scheduler_configs, strict=True):
-        assert mine.scheduler.last_epoch == theirs.scheduler.last_epoch
-    rates = [each.optimizers[0].param_groups[0]["lr"] for each in (resumed, whole)]
-    assert rates[0] == pytest.approx(rates[1], rel=1e-12)
+    resumed, whole = train("resumed", then, path), train("whole", policy)
     validated = [each.fit_loop.epoch_loop.val_loop.batch_progress for each in (resumed, whole)]
     assert validated[0].total.completed == validated[1].total.completed
+    by_epoch = [each.lr_scheduler_configs[1].scheduler.last_epoch for each in (resumed, whole)]
+    assert by_epoch == [2, 2]
+    if then == policy:
+        steps = 2 * 15 if limit is None else 2 * 2 * limit // every
+        assert resumed.global_step == whole.global_step == steps
+        rates = [each.optimizers[0].param_groups[0]["lr"] for each in (resumed, whole)]
+        assert rates[0] == pytest.approx(rates[1], rel=1e-12)
+
+
+def test_which_all_remaining_workers_have_ended_is_over(tmp_path: Path) -> None:
+    """The share of a worker that is lost and does not come back is nobody's."""
+    keep = ModelCheckpoint(tmp_path, "end", save_on_train_epoch_end=False)
+    trainer = make_trainer(
+        HybridStrategy("async", on_failure="continue"),
+        2,
+        max_epochs=1,
+        limit_train_batches=5,
+        callbacks=[Killed(tmp_path, 1, 2), keep],
+        enable_checkpointing=True,
+    )
+    loaders = DataLoader(regression_data(60), 4), DataLoader(regression_data(8), 4)
+    trainer.fit(Noisy(schedule=partial(StepLR, step_size=1)), *loaders)
+    assert (tmp_path / "died").exists() and trainer.global_step < 10
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
+    assert saved["lr_schedulers"][0]["last_epoch"] == 1
 
 
 def chained(optimizer: Any) -> Any:

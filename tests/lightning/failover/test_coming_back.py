@@ -277,17 +277,24 @@ class Shown(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+def steps_of(module: Shown, killed: Killed, on_failure: str = "restart") -> int:
+    """Train it, while a worker is killed; returns the number of updates."""
+    strategy = HybridStrategy(on_failure=on_failure)
+    trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed])
+    trainer.fit(module, DataLoader(regression_data(N), SIZE))
+    assert killed.mark.exists()
+    return int(trainer.global_step)
+
+
 @pytest.mark.parametrize("on_failure", by_default(["continue", "restart"], "restart"))
 @pytest.mark.parametrize("who", by_default([0, 1], 0))
 def test_a_rate_that_was_changed_behind_the_last_push_of_a_lost_worker_counts(
     tmp_path: Path, who: int, on_failure: str
 ) -> None:
-    module, strategy = Shown(), HybridStrategy(on_failure=on_failure)
-    killed = Killed(tmp_path, who, 2)
-    trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed])
-    trainer.fit(module, DataLoader(regression_data(N), SIZE))
-    assert killed.mark.exists() and trainer.global_step >= 6
-    assert module.weight.item() == -sum(0.5**step for step in range(trainer.global_step))
+    module = Shown()
+    steps = steps_of(module, Killed(tmp_path, who, 2), on_failure)
+    assert steps >= 6
+    assert module.weight.item() == -sum(0.5**step for step in range(steps))
 
 
 class ShownTwice(Shown):
@@ -311,11 +318,8 @@ class ShownTwice(Shown):
 
 
 def test_so_it_does_in_each_of_several_optimizers(tmp_path: Path) -> None:
-    module, killed = ShownTwice(), Killed(tmp_path, 0, 2)
-    strategy = HybridStrategy(on_failure="restart")
-    trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed])
-    trainer.fit(module, DataLoader(regression_data(N), SIZE))
-    assert killed.mark.exists() and trainer.global_step == 12
+    module = ShownTwice()
+    assert steps_of(module, Killed(tmp_path, 0, 2)) == 12
     assert module.weight.item() == module.other.item() == -sum(0.5**step for step in range(6))
 
 
@@ -331,11 +335,8 @@ class LoweredByHand(Shown):
 
 
 def test_a_rate_that_worker_0_alone_has_set_stays(tmp_path: Path) -> None:
-    module, killed = LoweredByHand(), Killed(tmp_path, 0, 3)
-    strategy = HybridStrategy(on_failure="restart")
-    trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed])
-    trainer.fit(module, DataLoader(regression_data(N), SIZE))
-    assert killed.mark.exists() and trainer.global_step == 6
+    module = LoweredByHand()
+    assert steps_of(module, Killed(tmp_path, 0, 3)) == 6
     assert module.weight.item() == -1 - 5 * 0.25
 
 
