@@ -432,7 +432,7 @@ class Loaders:
 
     def _go_on_from(self, checkpoint: dict[str, Any], resumes: bool) -> None:
         if resumes:
-            if isinstance(self._limit, int) and not self._client.joins:
+            if isinstance(self._limit, int):
                 self._deal(checkpoint, self._limit)
             self.position.resume(read(checkpoint))
             self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))

@@ -24,7 +24,12 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning.checkpointing.mid_epoch import EpochEnds, EpochPosition, Resumed
+from hybridtrain.lightning.checkpointing.mid_epoch import (
+    EpochEnds,
+    EpochPosition,
+    Resumed,
+    Schedules,
+)
 from hybridtrain.lightning.data.epoch_state import EpochEvent
 from tests.lightning.failover.test_broken_off import (
     BATCHES,
@@ -238,14 +243,16 @@ def test_whose_end_nobody_had_heard_of(tmp_path: Path) -> None:
 
 
 class Behind(Noisy):
-    """Worker 1 fails once worker 0 has had all other mini-batches, and waits where epochs end."""
+    """Worker 1 begins when worker 0 waits where epochs end, and fails in one mini-batch."""
 
-    fails = False
+    fails_at: int | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.fails and self.global_rank == 1 and batch_idx == 1:
-            time.sleep(HEAD_START_S)
-            raise LookupError("broken off")
+        if self.fails_at is not None and self.global_rank == 1:
+            if batch_idx == 0:
+                time.sleep(HEAD_START_S)
+            if batch_idx == self.fails_at:
+                raise LookupError("broken off")
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
@@ -254,24 +261,25 @@ class Behind(Noisy):
         return [optimizer], [schedule(optimizer) for schedule in schedules]
 
 
-ENDED = [
-    ("async", None, "async", 1),
-    ("async", 5, "async", 1),
-    ("async", 5, "hybrid", 1),
-    ("async", 6, "async", 2),
-    *[(policy, limit, policy, 1) for policy in ("hogwild", "downpour") for limit in (None, 5)],
+ENDED = [  # the resumed run's policy; where worker 1 fails; accumulated mini-batches
+    ("async", None, "async", 0, 1),
+    ("async", 5, "async", 2, 1),
+    ("async", 5, "async", 4, 1),
+    ("async", 5, "hybrid", 0, 1),
+    ("async", 6, "async", 0, 2),
+    *[(policy, limit, policy, 0, 1) for policy in ("hogwild", "downpour") for limit in (None, 5)],
 ]
 
 
 @pytest.mark.parametrize(
-    ("policy", "limit", "then", "every"), but_slow(ENDED, lambda _, number: number > 3)
+    ("policy", "limit", "then", "fails_at", "every"), but_slow(ENDED, lambda _, number: number > 4)
 )
 def test_which_one_worker_had_ended_is_ended_once(
-    policy: str, limit: int | None, then: str, every: int, tmp_path: Path
+    policy: str, limit: int | None, then: str, fails_at: int, every: int, tmp_path: Path
 ) -> None:
-    def train(name: str, by: str, ckpt: Path | None = None, fails: bool = False) -> Any:
+    def train(name: str, by: str, ckpt: Path | None = None, fails_at: int | None = None) -> Any:
         module = Behind()
-        module.fails = fails
+        module.fails_at = fails_at
         trainer = make_trainer(
             by,
             2,
@@ -286,7 +294,7 @@ def test_which_one_worker_had_ended_is_ended_once(
         return trainer
 
     with pytest.raises(LookupError, match="broken off"):
-        train("broken", policy, fails=True)
+        train("broken", policy, None, fails_at)
     (path,) = (tmp_path / "broken").rglob("interrupted.ckpt")
     resumed, whole = train("resumed", then, path), train("whole", policy)
     validated = [each.fit_loop.epoch_loop.val_loop.batch_progress for each in (resumed, whole)]
@@ -341,6 +349,12 @@ def test_saving_leaves_the_schedules_of_the_run_as_they_are(tmp_path: Path) -> N
     assert rate == pytest.approx(0.01 * 0.9**10 * 0.5, rel=1e-12)
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
     assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
+
+
+def test_groups_that_an_optimizer_has_got_since_stay_in_its_state() -> None:
+    state = {"param_groups": [{"lr": 2.0, "params": [0]}, {"lr": 3.0, "params": [1]}]}
+    given = Schedules([], [({"lr": 1.0},)]).give({"lr_schedulers": [], "optimizer_states": [state]})
+    assert [group["lr"] for group in given["optimizer_states"][0]["param_groups"]] == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("over", [True, False])

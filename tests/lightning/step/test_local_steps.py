@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.loop_hooks import logged_step
 from hybridtrain.protocol.spans import shares_of
 from tests.lightning.toys import Manual, Recorder, Regression, make_trainer, regression_data
 from tests.picking import by_default
@@ -200,11 +201,12 @@ def test_a_run_that_fails_leaves_the_masters_of_the_last_mean(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("batch", "who"), by_default([(1, 0), (2, 1), (4, 0), (5, 1)], (2, 1), (5, 1))
+    ("batch", "who", "every"),
+    by_default([(1, 0, 3), (2, 1, 3), (4, 0, 3), (5, 1, 3), (5, 1, 4)], (2, 1, 3), (5, 1, 4)),
 )  # before the first mean; in it; after it; the other worker waits where the epoch ends
 @pytest.mark.parametrize("num_workers", by_default([0, 1], 0))
 def test_who_goes_on_from_a_run_that_failed_does_the_steps_since_the_last_mean_again(
-    batch: int, who: int, num_workers: int, tmp_path: Path
+    batch: int, who: int, every: int, num_workers: int, tmp_path: Path
 ) -> None:
     class Failing(Regression):
         def training_step(self, now: Any, batch_idx: int) -> torch.Tensor:
@@ -223,7 +225,7 @@ def test_who_goes_on_from_a_run_that_failed_does_the_steps_since_the_last_mean_a
         torch.manual_seed(5)
         module: Any = Failing(lambda p: torch.optim.SGD(p, lr=0.01)).double()
         module.fails = fails
-        strategy = HybridStrategy("hybrid", exchange={"name": "movement", "every": 3})
+        strategy = HybridStrategy("hybrid", exchange={"name": "movement", "every": every})
         trainer = make_trainer(
             strategy, 2, max_epochs=2, default_root_dir=tmp_path, enable_checkpointing=True
         )
@@ -238,6 +240,7 @@ def test_who_goes_on_from_a_run_that_failed_does_the_steps_since_the_last_mean_a
     (module, resumed), (expected, whole) = run(fails=False, ckpt=path), run(fails=False)
     check_equal(module, expected)
     assert resumed.global_step == whole.global_step
+    assert logged_step(resumed) == logged_step(whole)
     for mine, theirs in zip(resumed.lr_scheduler_configs, whole.lr_scheduler_configs, strict=True):
         assert mine.scheduler.state_dict() == theirs.scheduler.state_dict()
 
