@@ -231,7 +231,7 @@ def test_who_goes_on_from_a_run_that_failed_does_the_steps_since_the_last_mean_a
         )
         data = regression_data(N, torch.float64)
         loader = DataLoader(data, SIZE, shuffle=True, num_workers=num_workers)
-        trainer.fit(module, loader, ckpt_path=ckpt, weights_only=True)
+        trainer.fit(module, loader, DataLoader(data, N), ckpt_path=ckpt, weights_only=True)
         return module, trainer
 
     with pytest.raises(ValueError, match="on purpose"):
