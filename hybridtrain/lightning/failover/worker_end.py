@@ -6,6 +6,7 @@ import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -76,7 +77,7 @@ def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
         context.client.note(Saved(able and save_interrupted(trainer)))
 
 
-def save_interrupted(trainer: pl.Trainer) -> bool:
+def save_interrupted(trainer: Any) -> bool:
     """Write a checkpoint of the last whole update beside the others; return whether it was written.
 
     Needs no other worker.
@@ -84,6 +85,8 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
     checkpoint = trainer.checkpoint_callback
     folder = getattr(checkpoint, "dirpath", None)
     if not trainer.is_global_zero or not folder or trainer.state.fn != "fit":
+        return False
+    if trainer.fast_dev_run:  # no callback of Lightning writes one either
         return False
     path, context = interrupted_in(Path(folder)), context_of(trainer)
     try:

@@ -294,6 +294,14 @@ def test_it_does_not_lie_among_those_of_callbacks(tmp_path: Path) -> None:
     assert trainer.global_step == 36
 
 
+def test_fast_dev_run_leaves_none(tmp_path: Path) -> None:
+    options = {"enable_checkpointing": True, "fast_dev_run": AT + 1}
+    trainer = make_trainer("hybrid", 2, callbacks=[ModelCheckpoint(tmp_path)], **options)
+    with pytest.raises(LookupError, match="on purpose"):
+        trainer.fit(Failing({1: "raise"}), DataLoader(regression_data(), batch_size=2))
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_calling_process_has_no_optimizers_to_give_a_state_to(tmp_path: Path) -> None:
     fail(tmp_path, {1: "raise"}, workers=2)
     checkpoint = saved(tmp_path / "interrupted/interrupted.ckpt")
