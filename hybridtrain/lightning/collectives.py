@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.loop_hooks import metrics_in
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.worker.client import Client
 
@@ -145,10 +145,9 @@ class Collectives:
 
     def teach(self, module: torch.nn.Module) -> None:
         """Let the module's torchmetrics synchronise by these collectives."""
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.distributed_available_fn = self._distributed
-                metric.dist_sync_fn = self._gather_list
+        for metric in metrics_in(module):
+            metric.distributed_available_fn = self._distributed
+            metric.dist_sync_fn = self._gather_list
 
     def _distributed(self) -> bool:
         return self._client.n_workers > 1 and not self.local

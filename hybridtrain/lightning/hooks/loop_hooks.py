@@ -8,6 +8,7 @@ from dataclasses import fields
 from inspect import signature
 from typing import Any
 
+import torch
 from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls, sized_len
 from pytorch_lightning.loops.evaluation_loop import RestartStage
 from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
@@ -410,6 +411,12 @@ def log_connector(trainer: Any) -> Any:
 
 
 # ---- torchmetrics -------------------------------------------------------------------------------
+
+
+def metrics_in(module: torch.nn.Module) -> list[Metric]:
+    """The metrics of a module."""
+    # ``isinstance`` would ask each subclass of this abstract class: 7 ms in every new worker.
+    return [each for each in module.modules() if Metric in type(each).__mro__]  # type: ignore[misc]
 
 
 def state_of_metric(metric: Metric) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -43,6 +43,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     hook_ends_epoch,
     is_at_last_batch,
     logged_step,
+    metrics_in,
     put_back_metric,
     set_fetched_batches,
     set_logged_step,
@@ -399,8 +400,7 @@ class Uncounted:
         results = training_results(self._trainer)
         # Entries get other tensors, never other values in the same one.
         self._results = {key: dict(vars(each)) for key, each in results.items()}
-        metrics = [each for each in module.modules() if isinstance(each, Metric)]
-        self._metrics = [(each, state_of_metric(each)) for each in metrics]
+        self._metrics = [(each, state_of_metric(each)) for each in metrics_in(module)]
         self._buffers = kept(module)
 
     @torch.no_grad()
