@@ -372,17 +372,17 @@ def _strangers(port: int) -> None:
         sock.sendall(random.Random(0).randbytes(1 << 12))
 
 
-def free_port() -> int:
-    """A port that nobody listens to."""
+def forwarders(n: int) -> tuple[int, list[Forwarder]]:
+    """A port that nobody listens to, and so many forwarders to it, on other ports."""
     with socket.create_server((HOME, 0)) as server:
-        return int(server.getsockname()[1])
+        port = int(server.getsockname()[1])
+        return port, [Forwarder(port) for _ in range(n)]
 
 
 def _trial(case: HostCase, folder: Path) -> HostRow:
     transport.SILENT_S = SILENT_S
     Key.new().write(folder / "key")
-    port = free_port()
-    between, until = Forwarder(port), time.monotonic() + LIMIT_S
+    (port, [between]), until = forwarders(1), time.monotonic() + LIMIT_S
     phases = _Phases(case, folder)
     hosts = HostProcesses(
         folder,

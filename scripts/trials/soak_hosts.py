@@ -19,9 +19,8 @@ from trials.host_faults import (
     LOCKSTEP,
     SAMPLES,
     SILENT_S,
-    Forwarder,
     HostProcesses,
-    free_port,
+    forwarders,
     strike,
     train_on_hosts,
     wait_for,
@@ -82,8 +81,8 @@ def _soak(
 def _run(made: HostSoak, n_hosts: int, every_s: float | None, seed: int, folder: Path) -> HostSoak:
     transport.SILENT_S = SILENT_S
     Key.new().write(folder / "key")
-    port, rng, faults = free_port(), random.Random(seed), Counter[str]()
-    between = [Forwarder(port) for _ in range(1, n_hosts)]
+    rng, faults = random.Random(seed), Counter[str]()
+    port, between = forwarders(n_hosts - 1)
     options: dict[str, Any] = {"on_failure": "restart", "max_restarts": None}
     body = partial(train_on_hosts, made.strategy, folder, [], n_hosts, made.epochs, **options)
     hosts = HostProcesses(folder, (port, *(each.port for each in between)), body)
