@@ -169,7 +169,7 @@ def continue_logs(loggers: Sequence[Logger], callbacks: Sequence[Callback], row:
             purge_from(logger, row)  # hides what is logged again
         elif type(logger) is CSVLogger:
             _cut(Path(logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE, row)
-            keep_rows(logger)
+            keep_rows(logger, again=row - 1)
 
 
 def _cut(path: Path, step: int) -> None:
