@@ -153,23 +153,23 @@ def unsaved(trainer: Trainer) -> dict[str, str]:
     return {} if keeping is None else dict(keeping.unsaved.lost)
 
 
-def continue_logs(loggers: Sequence[Logger], callbacks: Sequence[Callback], step: int) -> None:
+def continue_logs(loggers: Sequence[Logger], callbacks: Sequence[Callback], row: int) -> None:
     """Resume logs and monitor: remove rows logged after the checkpoint, which will be logged again.
 
     Lightning's ``CSVLogger`` would delete the whole file.
 
     Args:
-        step: ``global_step`` of the checkpoint.
+        row: number of the first row that is logged again.
     """
     for callback in callbacks:
         if isinstance(callback, RunMonitor):
             callback.resume()
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            purge_from(logger, step)  # hides what is logged again
+            purge_from(logger, row)  # hides what is logged again
         elif type(logger) is CSVLogger:
-            _cut(Path(logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE, step)
-            keep_rows(logger)
+            _cut(Path(logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE, row)
+            keep_rows(logger, again=row - 1)
 
 
 def _cut(path: Path, step: int) -> None:
@@ -313,13 +313,13 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
     module = made("model", cfg.model, pl.LightningModule)
     data = made("data", cfg.data, pl.LightningDataModule) if cfg.data.get("_target_") else None
     given = None if place_in(cfg).host else cfg.ckpt  # of host 0, for all
-    step = 0 if given is None else check_checkpoint(Path(given), module, not cfg.test_only)
+    row = 0 if given is None else check_checkpoint(Path(given), module, not cfg.test_only)
     loggers = _named("logger", cfg.logger, Logger)
     callbacks = _callbacks(cfg, loggers)
     reporter = reports.reporter(cfg.task)
     callbacks += [] if reporter is None else [reporter]
     if cfg.get("resume") is not None:
-        continue_logs(loggers, callbacks, step)
+        continue_logs(loggers, callbacks, row)
     trainer = _trainer(cfg, callbacks, loggers)
     describe_run(cfg, trainer, drawn_seed)
     return Parts(cfg, module, data, trainer, loggers, reporter)

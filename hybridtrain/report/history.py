@@ -57,6 +57,8 @@ class History:
     _columns: list[str] = field(default_factory=list)
     _next_s: float = 0.0
     _before: dict[str, float] = field(default_factory=dict)  # what a resumed run had, by column
+    _said: set[str] = field(default_factory=set)  # columns known of the last update before it
+    _said_at: float = -1.0
 
     def due(self, train_s: float) -> bool:
         """Whether to write a row: 0.1 s, and 1 % of the training time so far, after the last."""
@@ -78,6 +80,9 @@ class History:
         self._columns = list(dict.fromkeys((*ALWAYS, *curve.columns)))
         lines = [_line(self._columns), *map(self._line_of, kept)]
         write_whole(self.folder / HISTORY_FILE, "".join(lines).encode())
+        self._said_at = kept[-1]["updates"]
+        last = [row for row in kept if row["updates"] == self._said_at]
+        self._said = {name for row in last for name, value in row.items() if not math.isnan(value)}
         known = {name: value for name, value in kept[-1].items() if not math.isnan(value)}
         self._before = known | {"samples": samples, "updates": updates}
 
@@ -87,10 +92,15 @@ class History:
             self._columns = list(read_history(self.folder).columns)
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Write a row. Raises OSError."""
+        """Write a row, unless the run says again what it had said before it resumed.
+
+        Raises OSError.
+        """
         train_s = row["train_s"]
         self._next_s = train_s + max(LEAST_S, LEAST_SHARE * train_s)
         whole = _both(self._before, row) if self._before else row
+        if whole["updates"] == self._said_at and whole.keys() <= self._said:
+            return
         names = {name.replace("\n", " "): value for name, value in whole.items()}
         if not self._columns or not names.keys() <= set(self._columns):
             self._widen(names)

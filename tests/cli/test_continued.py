@@ -42,6 +42,21 @@ def test_a_csv_logger_goes_on_as_it_was_with_names_that_want_quotes() -> None:
     ]
 
 
+def test_a_validation_that_is_made_again_is_logged_once() -> None:
+    """The checkpoint was written between the third step and the validation behind it."""
+    first = logged(3)
+    first.log_metrics({"val": 7.0, "more": 1.0}, step=2)
+    first.save()
+    again = CSVLogger("logs", name="", version="")
+    continue_logs([again], [], 3)
+    again.log_metrics({"val": 8.0}, step=2)
+    again.log_metrics({ODD: 9.0}, step=3)
+    again.save()
+    found = [(row["step"], row[ODD], row["val"], row["more"]) for row in rows()]
+    assert found[2:5] == [("2", "1.0", "", ""), ("2", "", "", "1.0"), ("2", "", "8.0", "")]
+    assert found[5:] == [("3", "9.0", "", "")]
+
+
 def test_who_takes_over_the_log_of_another_process_knows_such_names() -> None:
     logged(2)
     other = CSVLogger("logs", name="", version="")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.cli.straggler import AtTarget
@@ -66,6 +66,34 @@ def test_what_a_module_logs_at_the_end_of_an_epoch_is_in_its_row(
     assert samples == [8, 16, 24]
     if validates:
         assert [float(row["val/acc"]) for row in rows if row["val/acc"]] == [20, 21, 22]
+
+
+@pytest.mark.parametrize("strategy", by_default(["auto", "hybrid", "async"], "hybrid"))
+def test_metrics_of_the_checkpoint_are_not_those_of_the_resumed_epoch(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Its second epoch was validated; its third, which resumes, is not."""
+    data, last = DataLoader(TensorDataset(torch.zeros(8)), batch_size=1), None
+    workers = 1 if strategy == "auto" else 2
+    for epochs in (2, 3):
+        callbacks = [RunMonitor(tmp_path), ModelCheckpoint(tmp_path / "files", save_last=True)]
+        options = {"check_val_every_n_epoch": 2, "enable_checkpointing": True}
+        trainer = make_trainer(strategy, workers, callbacks=callbacks, max_epochs=epochs, **options)
+        trainer.fit(Logs(), data, data, ckpt_path=last, weights_only=False)
+        last = tmp_path / "files/last.ckpt"
+    with (tmp_path / HISTORY_FILE).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["train/acc"] for row in rows if row["train/acc"]][-1] == "12"
+    assert not any(row.get("val/acc") for row in rows)
+
+
+@pytest.mark.parametrize("strategy", by_default(["auto", "hybrid", "async"], "hybrid"))
+def test_a_checkpoint_behind_a_training_has_what_it_counted(strategy: str, tmp_path: Path) -> None:
+    trainer = make_trainer(strategy, 1, callbacks=[RunMonitor(None)], max_epochs=2)
+    trainer.fit(Logs(), DataLoader(TensorDataset(torch.zeros(8)), batch_size=2))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    content = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert content["callbacks"]["RunMonitor"]["total"] == {"updates": 8, "samples": 16}
 
 
 @pytest.mark.parametrize("strategy", by_default(["auto", "hybrid", "async"], "hybrid"))

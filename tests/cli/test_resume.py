@@ -132,6 +132,26 @@ def table(path: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.parametrize(("n", "every"), [(2, 1), (1, 3)])
+def test_rows_are_counted_by_mini_batches_where_the_module_steps_itself(
+    command: Command, n: int, every: int
+) -> None:
+    """``global_step`` counts its steps, of which there are more or fewer."""
+    by_hand = ["model._target_=tests.cli.tiny.ByHand", f"model.n={n}", f"model.every={every}"]
+    options = [*RUN, *by_hand, "test=false", "hydra.run.dir=here"]
+    assert command(*options, "callbacks.checkpoint.save_top_k=-1").code == 0
+    whole = Path("here/csv/metrics.csv").read_text()
+    steps = [row["step"] for row in table("here/csv/metrics.csv") if row["train/now"]]
+    assert steps == [str(step) for step in range(12)]
+    say_exit("here", 143)
+    files = sorted(Path("here/checkpoints").iterdir(), key=lambda x: x.stat().st_mtime_ns)
+    for path in files[1:]:
+        path.unlink()
+    assert command("resume=here").code == 0
+    again = [row["step"] for row in table("here/csv/metrics.csv") if row["train/now"]]
+    assert again == steps, whole
+
+
 # ---- what is resumed ----------------------------------------------------------------------------
 
 
@@ -204,6 +224,7 @@ def test_auto_takes_up_the_last_run_that_did_not_finish_and_was_to_do_the_same(
     assert done.code == 0, done.err
     assert "runs/1 goes on from last.ckpt" in done.out
     assert summary("runs/1")["exit"] == 0 and summary("runs/1")["updates"] == 0, "it was done"
+    assert summary("runs/1")["total"] == {"updates": 12, "samples": 2 * N}
     assert [x.name for x in Path("runs").iterdir()] == ["1"]
     done = ended(*same_again)
     assert "no unfinished run" in done.out, "a run that has finished is not taken up"

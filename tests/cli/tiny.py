@@ -59,6 +59,27 @@ class TinyModule(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class ByHand(TinyModule):
+    """Steps ``n`` optimizers in every ``every``-th mini-batch."""
+
+    def __init__(self, n: int = 2, every: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization, self.n, self.every = False, n, every
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.log("train/now", float(self.current_epoch))
+        optimizers: Any = self.optimizers()
+        for each in (optimizers if self.n > 1 else [optimizers]) * (
+            not (batch_idx + 1) % self.every
+        ):
+            each.step()
+            each.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.01) for i in range(self.n)]
+
+
 class TinyData(pl.LightningDataModule):
     """Samples that know their number."""
 

@@ -73,6 +73,22 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> No
     assert read_history(tmp_path).columns["updates"] == [2, 4]
 
 
+def test_what_is_logged_again_has_one_row(tmp_path: Path) -> None:
+    """Rows of the checkpoint's last update may be of hooks that come behind it."""
+    before, place = History(tmp_path), {**row(4.0, samples=32), "updates": 4}
+    for metrics in ({"val": 1.0}, {"epoch_mean": 2.0}):
+        before.add(place | metrics)
+    again = History(tmp_path)
+    again.resume_at(4, 32)
+    at_once = {**row(0.0, samples=0), "updates": 0}
+    for metrics in ({"val": 1.0}, {"epoch_mean": 2.0}, {"other": 3.0}):
+        again.add(at_once | metrics)
+    again.add({**row(1.0, samples=8), "updates": 1, "val": 5.0})
+    columns = read_history(tmp_path).columns
+    assert columns["updates"] == [4, 4, 4, 5]
+    assert [x for x in columns["val"] if x == x] == [1.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("text", "samples", "bad"),
     [

@@ -173,6 +173,7 @@ class RunMonitor(pl.Callback):
         self._samples = 0.0
         self._first = 0  # updates before the checkpoint
         self._counts = True  # the strategy does not count samples
+        self._trains = False  # has begun to
         self._steps, self._every = 0, 1
         self._began: float | None = None
         self._train_s = 0.0
@@ -217,6 +218,7 @@ class RunMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
+        self._trains = True
         self._counts = getattr(strategy_of(trainer), "run_stats", None) is None
         self._first = trainer.global_step
         self._every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
@@ -225,6 +227,7 @@ class RunMonitor(pl.Callback):
         if self._history is not None and self.resumes and self._total:
             with self._disk():
                 self._history.resume_at(**self._total)
+        self._metrics = dict(callback_metrics(trainer))  # of a checkpoint: they are not fresh
         self._began = time.perf_counter()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -294,6 +297,12 @@ class RunMonitor(pl.Callback):
         self._log(trainer, stats)
         self._leave(trainer, stats)
         self._record(trainer, stats, {})
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Where a resumed run had trained to its end: the total of its checkpoint."""
+        if not self._trains and self._total:
+            self._first = trainer.global_step
+            self._leave(trainer, self.stats(trainer))
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

@@ -16,11 +16,12 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
+from hybridtrain.lightning.checkpointing.mid_epoch import next_row
 from hybridtrain.util.files import check_input, fault_of, is_archive
 
 
 def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = True) -> int:
-    """Check the checkpoint; returns its ``global_step``, 0: unknown.
+    """Check the checkpoint; returns the number of the loggers' next row, 0: unknown.
 
     Args:
         resumes: training resumes from it, which needs more than weights.
@@ -33,7 +34,7 @@ def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = Tru
     if isinstance(weights, Mapping):
         _check_parameters(path, weights, module)
     check_content(content, f"ckpt={path}", resumes)
-    return int(content.get("global_step", 0))
+    return next_row(content)
 
 
 def load_checkpoint(path: Path) -> Any:

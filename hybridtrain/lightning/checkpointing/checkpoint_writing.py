@@ -18,6 +18,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.agreement import count_all_updates
 from hybridtrain.lightning.checkpointing.checkpoint_content import Restoration
 from hybridtrain.lightning.checkpointing.checkpoint_io import Unsaved, WholeCheckpointIO, heard
+from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import (
     checkpoint_plugin,
@@ -124,6 +125,7 @@ class CheckpointWriting:
     def _prepare(self, callback: Any, trainer: Any) -> None:
         context = context_of(trainer)
         before(Point.CHECKPOINT_DECISION, callback, context.decide_on_checkpoint)
+        around(Point.CHECKPOINT_HOOKS, callback, save_whole_steps)
         if not context.requirements.whole_rounds:
             count_all_updates(callback)
         writer = checkpoint_plugin(context)
@@ -148,6 +150,16 @@ class CheckpointWriting:
         except OSError as error:
             self.unsaved.lose(linkpath, error)
         strategy_of(trainer).barrier()  # as in the other workers, which link nothing
+
+
+def save_whole_steps(proceed: Callable[..., None], trainer: Any, module: Any, *about: Any) -> None:
+    """In place of a callback's hooks: save nothing between accumulated mini-batches.
+
+    A resumed run makes these again, and the module's buffers would have them twice.
+    """
+    ends_batch = len(about) > 1  # outputs, batch, number; else an exception
+    if not (ends_batch and accumulates(trainer)):
+        proceed(trainer, module, *about)
 
 
 def check_whole(path: Any) -> None:

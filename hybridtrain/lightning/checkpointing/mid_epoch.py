@@ -202,6 +202,22 @@ def deal(checkpoint: dict[str, Any], worker: int, of: int, limit: int, every: in
     ours["batches"] = max(min(share, limit - 1), 0)
 
 
+def next_row(checkpoint: Mapping[str, Any]) -> int:
+    """The number of the loggers' next row in a run that resumes from it; 0: unknown.
+
+    Rows count mini-batches under manual optimization, which may make any number of steps in each.
+    """
+    try:
+        loops = checkpoint["loops"]["fit_loop"]
+        if _step_counts(loops)[1]["total"]["completed"] > 0:
+            batches, epoch = loops["epoch_loop.batch_progress"]["total"], loops["epoch_progress"]
+            under_way = epoch["current"]["started"] > epoch["current"]["processed"]
+            return saved_logged_step(loops) + (is_settled(batches) and under_way)
+    except (KeyError, TypeError):  # of another program
+        pass
+    return int(checkpoint.get("global_step", 0))
+
+
 def read_format(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     """The entry under the key, if there is one.
 

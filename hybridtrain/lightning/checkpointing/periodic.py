@@ -22,6 +22,7 @@ from pytorch_lightning.callbacks import Checkpoint
 
 from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
+from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.protocol.messages import Described
@@ -92,6 +93,8 @@ class PeriodicCheckpoint(Checkpoint):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         self._batches += 1
+        if accumulates(trainer):  # a resumed run makes these mini-batches again
+            return
         # Of free-running workers others may have made some of the updates.
         every, step = self.every_updates, trainer.global_step
         if every is not None and multiples(every, self._last_step, step) > 0:

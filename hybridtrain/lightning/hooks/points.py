@@ -69,7 +69,7 @@ class Point(Enum):
     PREDICTION_STEP = "_predict_step", "only_the_end"
     # ModelCheckpoint
     CHECKPOINT_START = "on_train_start", "Multiples.begin"
-    CHECKPOINT_HOOKS = "on_train_batch_end on_exception", "Multiples.save"
+    CHECKPOINT_HOOKS = "on_train_batch_end on_exception", "save_whole_steps Multiples.save"
     CHECKPOINT_DECISION = "_monitor_candidates", "HybridStrategy.decide_on_checkpoint"
     CHECKPOINT_SEARCH = "_find_last_checkpoints", "find_whole"
     CHECKPOINT_LINK = "_link_checkpoint", "CheckpointWriting.link"

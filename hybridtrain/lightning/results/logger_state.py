@@ -10,7 +10,8 @@ file.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import WRITER, set_writer, writer_of
 from hybridtrain.lightning.results.callback_state import give_plain, plain_attributes
+from hybridtrain.util.files import write_whole
 
 
 def logger_states(trainer: Any) -> list[dict[str, Any]]:
@@ -75,15 +77,39 @@ def give_to_logger(logger: Any, brought: dict[str, dict[str, Any]]) -> None:
 
 
 class _Reopened(ExperimentWriter):
-    """Appends to the file of another process, which may still write to it."""
+    """Appends to the file of another process, which may still write to it.
+
+    ``again``: a step whose validation and end of an epoch may be logged again.
+    """
+
+    again = -1
 
     def _check_log_dir_exists(self) -> None:
         """Keep existing files, which Lightning would delete."""
 
     def save(self) -> None:
         """Append the rows, with columns that the other process may have added."""
+        for row in self.metrics:
+            if row["step"] == self.again:
+                _forget(Path(self.metrics_file_path), self.again, row.keys())
         self.metrics_keys = _columns(Path(self.metrics_file_path)) or self.metrics_keys
         super().save()
+
+
+def _forget(path: Path, step: int, names: Iterable[str]) -> None:
+    """Remove what the file has of these metrics at the step."""
+    text = io.StringIO(path.read_text("utf-8", errors="replace"), newline="")
+    reader, gone = csv.DictReader(text), set(names) - {"step", "epoch"}
+    rows, found = list(reader), io.StringIO()
+    writer = csv.DictWriter(found, reader.fieldnames or [], restval="", extrasaction="ignore")
+    writer.writeheader()
+    for row in rows:
+        left = {k: "" if k in gone else v for k, v in row.items()}
+        if row.get("step") != str(step) or left == row:
+            writer.writerow(row)
+        elif any(value for name, value in left.items() if name not in ("step", "epoch")):
+            writer.writerow(left)
+    write_whole(path, found.getvalue().encode())
 
 
 def _columns(path: Path) -> list[str]:
@@ -93,15 +119,21 @@ def _columns(path: Path) -> list[str]:
         return next(csv.reader(file), [])
 
 
-def keep_rows(logger: Logger) -> None:
-    """Let a logger of rows append to the rows and columns that another process has written."""
+def keep_rows(logger: Logger, again: int = -1) -> None:
+    """Let a logger of rows append to the rows and columns that another process has written.
+
+    ``again``: a step of which rows may be logged again, in place of those.
+    """
     if rank_zero_only.rank != 0 or not isinstance(logger, CSVLogger):  # type: ignore[attr-defined]
         return
     writer = writer_of(logger)
     if writer is None:
-        set_writer(logger, _Reopened(logger.log_dir))
+        writer = _Reopened(logger.log_dir)
+        set_writer(logger, writer)
     elif type(writer) is ExperimentWriter:
         writer.__class__ = _Reopened
+    if again >= 0:
+        vars(writer)["again"] = again
 
 
 # ---- a full disk --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,37 @@ def test_time_is_enough(tmp_path: Path) -> None:
     keep = PeriodicCheckpoint(tmp_path / "later", every_s=1000.0)
     fit("hybrid", 2, 4, **saving(keep), max_epochs=1)
     assert kept(tmp_path / "later") == []
+
+
+class Normed(Regression):
+    """Its buffers count the mini-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), self.net)
+
+
+@pytest.mark.parametrize("by", ["seconds", "Lightning's clock", "updates, resumed"])
+def test_none_is_written_between_accumulated_mini_batches(by: str, tmp_path: Path) -> None:
+    """A resumed run makes these again, and BatchNorm would count them twice."""
+    files = tmp_path / "files"
+    callback: Callback = PeriodicCheckpoint(files, every_s=0.0, keep=100)
+    if by == "Lightning's clock":
+        clock = {"train_time_interval": timedelta(0), "save_top_k": -1}
+        callback = ModelCheckpoint(files, "{epoch}-{step}", **clock)
+    elif by == "updates, resumed":
+        callback = ModelCheckpoint(files, "{step}", every_n_train_steps=1, save_top_k=-1)
+    path = None
+    for _ in range(2):
+        options = saving(callback) | {"max_epochs": 1, "accumulate_grad_batches": 3}
+        module, _ = fit("hybrid", 2, 4, Normed, ckpt_path=path, **options)
+        assert int(module.net[0].num_batches_tracked) == 6
+        path = str(min(files.iterdir(), key=lambda x: x.stat().st_mtime_ns))
+        done = [
+            torch.load(x, weights_only=True)["state_dict"]["net.0.num_batches_tracked"]
+            for x in files.iterdir()
+        ]
+        assert {int(each) for each in done} <= {3, 6}
 
 
 def test_one_device_and_ddp_may_use_it_too(tmp_path: Path) -> None:
