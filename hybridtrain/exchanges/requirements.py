@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
 from hybridtrain.errors import UserError
@@ -26,8 +26,10 @@ class Inside(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Requirements:
+class Requirements(Needs):
     """Properties of a run that server, workers and data loading follow. Records have these names.
+
+    They are the policy's, and those that follow from policy and exchange together.
 
     ``parameters``: workers compute with the ``"masters"``, which they only read; with a ``"copy"``
     that every release renews; with their ``"own"``, which their own optimizers move; or with
@@ -35,22 +37,12 @@ class Requirements:
     shared ``"queue"``, or mini-batches ``"dealt"`` in turn.
     """
 
-    whole_rounds: bool = True  # no worker computes during an update, and all step equally often
+    whole_rounds: bool = True
     parameters: ParameterSource = "masters"
     data: Data = "shares"
     counts: Literal["worker", "server"] = "worker"  # whose steps are the training's step count
-    holds: bool = False  # gradients may be accumulated on the server, which takes one more row
-    drops_late: bool = False  # gradients of parameters before the last update are dropped
-    max_staleness: float = 0  # or only those of more updates before
-    watches_loss: bool = False  # pushes carry the loss
     private_state: bool = False  # of the optimizer, in each worker that writes to the masters
-    gathers: int = 1  # mini-batches of an update, as a rule
-    later: tuple[int, int] | None = None  # (update, n): from this update on, n mini-batches
-    asks: bool = False  # workers ask before their first mini-batch
-    free: bool = False  # every push is an update, and its worker is released at once
-    everyone: bool = False  # an update is one gradient of each worker, and nothing else
     evaluates: bool = False  # an epoch computes the whole loss once, and an update uses it
-    backs_up: bool = False  # near an epoch's end, idle workers process mini-batches of others, too
     together: int = 1  # workers of a host that act as one; the first of them pushes for all
     mean_every: int = 0  # steps between means of their parameters; 0: of each step's gradients
 
@@ -147,23 +139,20 @@ def begin_policy(
     source: ParameterSource = "masters" if needs.whole_rounds else "copy"
     free: Data = "dealt" if needs.turns else "queue"
     later, steps = needs.later, exchange.steps
+    needs = replace(
+        needs,
+        watches_loss=needs.watches_loss or evaluates(exchange),
+        gathers=needs.gathers * steps,
+        later=None if later is None else (later[0], later[1] * steps),
+        everyone=needs.everyone and n_workers > 1 and exchange.parameters == "read",
+    )
     return Requirements(
-        whole_rounds=needs.whole_rounds,
+        **asdict(needs),
         parameters=source if exchange.parameters == "read" else exchange.parameters,
         data="shares" if needs.whole_rounds else free,
         counts="worker" if needs.whole_rounds else "server",
-        holds=needs.holds,
-        drops_late=needs.drops_late,
-        max_staleness=needs.max_staleness,
-        watches_loss=needs.watches_loss or evaluates(exchange),
         private_state=getattr(exchange, "optimizer_state", "shared") == "private",
-        gathers=needs.gathers * steps,
-        later=None if later is None else (later[0], later[1] * steps),
-        asks=needs.asks,
-        free=needs.free,
         evaluates=evaluates(exchange),
-        backs_up=needs.backs_up,
-        everyone=needs.everyone and n_workers > 1 and exchange.parameters == "read",
         together=1 if inside is None else inside.workers,
         mean_every=0 if inside is None else inside.every,
     )

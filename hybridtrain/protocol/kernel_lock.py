@@ -5,16 +5,12 @@ A POSIX record lock on the first byte of a file. It does not exclude threads of 
 
 from __future__ import annotations
 
+import fcntl
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-try:
-    import fcntl
-except ImportError:  # Windows: there is none
-    fcntl = None  # type: ignore[assignment]
 
 Frees = Callable[[int, float], object]  # gets the holder's pid and the seconds it has held the lock
 

@@ -357,7 +357,9 @@ class BatchQueue:
             there = self.members - self._away - one.ended  # a restarting one may need this step
             others = {each for each in there if one.suffices(each)} - {worker}
             n = 0 if one.others_are_sooner(worker, n, others, request) else n
-        if n < size and self._may_double(request) and (spare := one.spare(worker, request)):
+        # A mini-batch that is the only one of its step may be any worker's.
+        doubles = self.backs_up and not (request.limited or request.several)
+        if n < size and doubles and (spare := one.spare(worker, request)):
             return Ticket(spare)
         if n < size:
             one.ended.add(worker)  # loaders take a smaller mini-batch for the last
@@ -367,10 +369,6 @@ class BatchQueue:
         if fresh and request.fills and request.length >= one.least(request.sizes):
             return Ticket(((0, min(size, request.length)),), False)
         return Ticket(())
-
-    def _may_double(self, request: Draw) -> bool:
-        """Whether any worker may process any mini-batch, which is the only one of its step."""
-        return self.backs_up and not (request.limited or request.several)
 
     def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
         """Positions reserved for workers without a mini-batch; if ``fresh``, for the first only."""

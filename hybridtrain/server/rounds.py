@@ -293,7 +293,7 @@ class Rounds:
         if self.store is not None:
             self.store.refresh(worker)
         self.optimizers.read(worker)
-        behind = self._statistics.behind(worker)
+        behind = self._statistics.age(worker)
         self._statistics.read(worker)
         tells = behind and self.requirements.drops_late
         return self._obey(Joined(worker)) if tells else []

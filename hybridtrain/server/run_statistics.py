@@ -132,9 +132,8 @@ class RunStatistics:
 
     def awaits(self, worker: int) -> None:
         """The worker, which has computed on after a push, now waits for the answer."""
-        account, now = self._accounts[worker], self._now_s()
-        self._count_computing(worker, account, now, pushed=False)
-        account.released_at_s, account.pushed_at_s = None, now
+        self._count_computing(worker, self._accounts[worker], self._now_s(), pushed=False)
+        self.waits(worker)
 
     def dropped(self, worker: int, weight: float, contributes: bool = True) -> None:
         """The worker's last push, of ``weight`` samples, does not count; see :meth:`pushed`."""
@@ -223,10 +222,6 @@ class RunStatistics:
     def read(self, worker: int) -> None:
         """The worker has read the current parameters outside a release."""
         self._accounts[worker].read_version = self.version
-
-    def behind(self, worker: int) -> int:
-        """The updates since the worker has read parameters."""
-        return self.version - self._accounts[worker].read_version
 
     def mean_age(self) -> float:
         """The mean staleness of contributions."""

@@ -321,14 +321,9 @@ class Server:
 
     def _free_the_stuck(self) -> Replies:
         """Refuse all workers if they all wait, and no timer is set: a deadlock."""
-        if len(self._rounds.waiting) + len(self._meeting.waiting) < len(self._members):
-            return []
-        if (
-            self._stopped
-            or not self._members
-            or self.wake_at_s is not None
-            or self.membership.missing
-        ):
+        n_waiting = len(self._rounds.waiting) + len(self._meeting.waiting)
+        goes_on = n_waiting < len(self._members) or self.wake_at_s is not None
+        if goes_on or self._stopped or not self._members or self.membership.missing:
             return []
         reason = stuck(self.policy, [*self._rounds.who_waits(), ("all", self._meeting.waiting)])
         return self._refuse([], reason)
@@ -410,7 +405,7 @@ class Server:
         except UserError as error:
             return self._refuse(workers, str(error))
         answers: Replies = [(worker, reply) for worker in workers]
-        behind = self.statistics.behind
+        behind = self.statistics.age
         if any(isinstance(each, Gather) and each.admits for each in items.values()):
             answers = self.membership.take_in() + answers
         return answers + [

@@ -224,11 +224,10 @@ def _train(given: Given, overrides: Sequence[str]) -> Train | None:
     """Makes the task, if one is configured; then gradients are real."""
     if not overrides:
         return None
-    for name in ("run", "batch_size", "parameters", "epoch"):
+    for name, own in _TASKS_OWN.items():
         if name in given:
             raise UserError(
-                f"{name} was given together with {overrides[0]}; the task itself has "
-                f"{_TASKS_OWN[name]}"
+                f"{name} was given together with {overrides[0]}; the task itself has {own}"
             )
     from hybridtrain.cli.virtual_tasks import lessons  # imports Lightning
 

@@ -29,13 +29,9 @@ class Data:
     def __init__(self, given: Any) -> None:
         if isinstance(given, np.integer):
             given = int(given)
-        if isinstance(given, bool):
-            raise UserError(
-                f"data={given} was given; give arrays, a data set or a number of samples"
-            )
         columns = _columns(given)
-        if columns is None and not isinstance(given, int) and not _has_positions(given):
-            if not isinstance(given, Iterable):
+        if columns is None and type(given) is not int and not _has_positions(given):
+            if not isinstance(given, Iterable):  # True is no number here
                 raise UserError(
                     f"data={shown(given)} was given; give arrays, a sequence, a data set or a "
                     "number of samples"
@@ -85,8 +81,8 @@ def _columns(given: Any) -> dict[Any, Any] | None:
 
 
 def _is_array(given: Any) -> bool:
-    others = hasattr(given, "tocsr") or hasattr(given, "iloc")  # scipy's, pandas'
-    return isinstance(given, _ARRAYS) or others
+    # The last two are scipy's and pandas'.
+    return isinstance(given, _ARRAYS) or hasattr(given, "tocsr") or hasattr(given, "iloc")
 
 
 def _has_positions(given: Any) -> bool:

@@ -94,7 +94,8 @@ class DeepDist:
             UserError: if neither or both are given, a ``descent`` and an update.
         """
         if descent is not None:
-            made = self._made(optimizer=self._descent(key))
+            names = [name for name, p in self._given.named if p.requires_grad]
+            made = self._made(optimizer=partial(Descent, key=key, names=names))
             _check(made)
         elif self._server is None or self._options.get("update") is None:
             made = self._made()  # which says that there is no update
@@ -102,10 +103,6 @@ class DeepDist:
             return self._server
         self._server = made
         return made
-
-    def _descent(self, key: int) -> Callable[..., Descent]:
-        names = [name for name, p in self._given.named if p.requires_grad]
-        return partial(Descent, key=key, names=names)
 
     @property
     def model(self) -> Any:
@@ -142,7 +139,9 @@ class DeepDist:
         Raises:
             UserError: if an update does not fit the model, naming worker or task and partition.
         """
-        _check_arguments(gradient, partition_size)
+        check("partition_size", partition_size, Positive | None)
+        if not callable(gradient):
+            raise UserError(f"gradient={shown(gradient)} was given; give a function")
         self._given = self._given.renewed()
         rdd = rdd_of(data)
         here = as_data(data) if rdd is None else None
@@ -158,12 +157,6 @@ class DeepDist:
             body, plan = partial(_compute, gradient), {"batch_size": size, "epochs": epochs, **run}
             server.run(body, workers, here, **plan)
         return self.model
-
-
-def _check_arguments(gradient: Any, partition_size: Any) -> None:
-    check("partition_size", partition_size, Positive | None)
-    if not callable(gradient):
-        raise UserError(f"gradient={shown(gradient)} was given; give a function")
 
 
 def _check(server: Server) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -33,21 +33,18 @@ class Model:
         self.given = given
         self.module = given if isinstance(given, torch.nn.Module) else None
         self._arrays = {} if self.module is not None else _arrays(given)
+        tensors: Iterable[tuple[str, torch.Tensor]]
         if self.module is not None:
             self.named = list(self.module.named_parameters())
-            if found := overlapping(self.module.named_parameters(remove_duplicate=False)):
-                raise UserError(
-                    f"the parameters {found[0]} and {found[1]} share memory, and would come apart "
-                    "in shared memory; clone one, or tie them by one torch.nn.Parameter"
-                )
+            tensors = self.module.named_parameters(remove_duplicate=False)
         else:
-            tensors = [(n, _view(a)) for n, a in self._arrays.items()]
-            if found := overlapping(tensors):
-                raise UserError(
-                    f"the parameters {found[0]!r} and {found[1]!r} share memory, and would be "
-                    "trained apart; give each array once, or a copy of one"
-                )
             self.named = [(n, torch.nn.Parameter(_tensor(a))) for n, a in self._arrays.items()]
+            tensors = [(n, _view(a)) for n, a in self._arrays.items()]
+        if found := overlapping(tensors):
+            raise UserError(
+                f"the parameters {found[0]!r} and {found[1]!r} share memory, and would be trained "
+                "apart; give each once, or a copy of one, or tie them by one torch.nn.Parameter"
+            )
         self.numbers = {name: number for number, (name, _) in enumerate(self.named)}
 
     def check_finite(self, values: Mapping[str, torch.Tensor], where: str) -> None:

@@ -30,7 +30,7 @@ from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.util.option_types import as_typed
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
-from hybridtrain.worker.host_group import group_of
+from hybridtrain.worker.host_group import HostGroup
 from hybridtrain.worker.replica import Replica
 from hybridtrain.worker.replica_cuda import open_replica
 from hybridtrain.worker.replica_own import OwnReplica
@@ -101,7 +101,8 @@ class WorkerSession:
         own = self._workers_may_update(exchange)
         means = trained.averages or requirements.together > 1
         self._store = store = client.shared_store(layout, requirements, self._stepped, means, own)
-        self._group = group_of(client, store, requirements.together)
+        together = requirements.together
+        self._group = None if together == 1 else HostGroup(client, store, together)
         self._publish()
         client.gather("initial parameters", None)
         store.refresh(client.worker)

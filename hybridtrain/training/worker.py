@@ -553,11 +553,9 @@ def work(job: Job, client: Client) -> Returned:
     """Run the body in a worker; returns its result, and the buffers of the leader's module."""
     try:
         worker = Worker(client, job)
-        result = job.body(worker)
-        result = Returned(result, worker.end())
+        return Returned(job.body(worker), worker.end())
     except StopRequested:
         raise
     except BaseException:
         client.fail()
         raise
-    return result

@@ -103,11 +103,6 @@ class HostGroup:
         return waited_s
 
 
-def group_of(client: Client, store: Store, workers: int) -> HostGroup | None:
-    """The workers of this host, if they go on together."""
-    return None if workers == 1 else HostGroup(client, store, workers)
-
-
 class MeanParameters:
     """A worker's own parameters, which become the mean of its host's now and then.
 

@@ -114,8 +114,11 @@ class Replica(Protocol):
         """These gradients do not count: forget which of them lie in the row already."""
         return
 
+    @torch.no_grad()
     def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
         """Copy what the server has left in shared memory, which may change at the next push."""
+        if gradients:
+            torch._foreach_copy_(gradients, means)
 
     def follow(self, numbers: Iterable[int]) -> None:
         """These parameters follow the masters from now on, and no others. At first, all do."""
@@ -306,11 +309,6 @@ class HostReplica(Replica):
             "sparse=False",
             stacklevel=2,
         )
-
-    @torch.no_grad()
-    def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
-        if gradients:
-            torch._foreach_copy_(gradients, means)
 
     def follow(self, numbers: Iterable[int]) -> None:
         chosen = set(numbers)

@@ -196,7 +196,8 @@ class CudaReplica(Replica):
     def follow(self, numbers: Iterable[int]) -> None:
         self._following = sorted(numbers)
         self._taken.clear()
-        self._take_fingerprints(self._following)
+        self._take_norms(self._following)
+        self._take_counts(self._following)
 
     def admit(self, numbers: Iterable[int], sparse: bool) -> None:
         for number in numbers:
@@ -276,13 +277,11 @@ class CudaReplica(Replica):
             if number in changed or self._parameters[number]._version != self._counts[number]
         }
 
-    def _take_fingerprints(self, numbers: list[int]) -> None:
-        """Torch's count of changes in place and, since ``.data`` evades it, norms."""
-        self._take_norms(numbers)
-        self._take_counts(numbers)
-
     def _take_fingerprints_on_the_way(self, numbers: Sequence[int]) -> None:
-        """The same behind the copies; torch has counted these when they were queued."""
+        """Torch's count of changes in place and, since ``.data`` evades it, norms.
+
+        The norms behind the copies; torch has counted these when they were queued.
+        """
         self.streams.do(Lane.BACK, partial(self._take_norms, numbers))
         self._take_counts(numbers)
 

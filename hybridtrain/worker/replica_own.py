@@ -90,14 +90,6 @@ class OwnReplica(Replica):
     def collect_whole(self, numbers: Sequence[int]) -> tuple[int, ...]:
         return self.hand_over(numbers, [self._parameters[number].grad for number in numbers])
 
-    def keep_sparse(self, numbers: Iterable[int]) -> None:
-        """Nothing: what is handed over is dense."""
-
-    @torch.no_grad()
-    def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.copy_(mean)
-
     def follow(self, numbers: Iterable[int]) -> None:
         self._following = sorted(numbers)
 

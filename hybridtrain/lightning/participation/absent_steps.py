@@ -289,7 +289,7 @@ class Absence:
         others wait for it.
         """
         assert self._session is not None, "training has begun"
-        if self._session.steps_with_host or self._session.scales:
+        if self._requirements.means_gradients or self._session.scales:
             return True
         return (self._session.has_gathered or self._client.joins) and self._is_automatic
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class InProcessRunner(Generic[T]):
     """Runs all workers of a fit in this process.
 
@@ -50,17 +52,12 @@ class InProcessRunner(Generic[T]):
         rehearses: it is another run than the recorded one.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        run: Callable[[Server, Stamp, Sequence[Body]], tuple[T, list[Any]]],
-        timeline: Timeline | None = None,
-        rehearses: bool = False,
-    ) -> None:
-        self.record, self._run, self._timeline = record, run, timeline
-        self.rehearses = rehearses
-        self.outcome: T | None = None
-        self.error: BaseException | None = None
+    record: Record
+    run: Callable[[Server, Stamp, Sequence[Body]], tuple[T, list[Any]]]
+    timeline: Timeline | None = None
+    rehearses: bool = False
+    outcome: T | None = None
+    error: BaseException | None = None
 
     def __deepcopy__(self, memo: Any) -> InProcessRunner[T]:
         return self  # workers share it
@@ -76,11 +73,11 @@ class InProcessRunner(Generic[T]):
         try:
             bodies = [body(_copied(job)) for _ in range(self.record.n_workers)]
             stamp, threads = Stamp(), int(self.record.header["server_threads"])
-            kind = partial(Server, clock=stamp, timeline=self._timeline)
+            kind = partial(Server, clock=stamp, timeline=self.timeline)
             server = make_server(strategy, threads, kind)
             try:
                 with one_thread():
-                    self.outcome, results = self._run(server, stamp, bodies)
+                    self.outcome, results = self.run(server, stamp, bodies)
                 strategy.remember_stats(server.statistics.stats())
             finally:
                 server.close()

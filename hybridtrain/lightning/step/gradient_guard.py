@@ -10,7 +10,6 @@ what comes of such a loss is left out, and training goes on to the callback.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from pytorch_lightning.utilities.memory import is_oom_error
 from hybridtrain.lightning.device_memory import note_need, out_of_memory
 from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.memory import Layout, Packed
+from hybridtrain.memory import Layout
 from hybridtrain.training.step.guard import AUTO, OUT_OF_MEMORY, Guard, OnFault
 from hybridtrain.worker.finite import FiniteCheck
 
@@ -50,17 +49,7 @@ class GradientGuard(Guard):
     ) -> None:
         super().__init__(on_fault, check, layout, self._place)
         self._trainer: Any = trainer
-        self._scaled = scaler_of(trainer) is not None
-
-    def accepts(
-        self,
-        numbers: tuple[int, ...],
-        absent: Collection[int],
-        packed: Collection[Packed] = (),
-        finite: Collection[int] = (),
-    ) -> bool:
-        """As in other training; but a gradient scaler skips the step itself after an overflow."""
-        return self._scaled or super().accepts(numbers, absent, packed, finite)
+        self.lenient = scaler_of(trainer) is not None
 
     def forgives(self, error: Exception) -> bool:
         """Whether training may go on after this exception, without this contribution."""

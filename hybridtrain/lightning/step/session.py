@@ -115,8 +115,7 @@ class Session(WorkerSession):
         self.saved.take_back(self.steps)
 
     def _masters_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        own = self._requirements.own_state
-        return self.saved.masters_of(optimizer, self._update, own)
+        return self.saved.masters_of(optimizer, self._update, self._requirements.own_state)
 
     def gather_states(self, numbers: Any) -> dict[int, Any]:
         """Collective: show the masters, and gather each worker's own state at the saving worker.
@@ -303,14 +302,6 @@ class Session(WorkerSession):
         set_global_step(self.trainer, step.version)
 
     @property
-    def steps_with_host(self) -> bool:
-        """Whether the workers of this host step with the mean of their gradients, and wait for it.
-
-        Also a worker without data makes the step, with the mean of the others.
-        """
-        return self._requirements.means_gradients
-
-    @property
     def has_gathered(self) -> bool:
         """Whether gradients wait for the next step."""
         return self._gathered.waits
@@ -363,7 +354,8 @@ class Session(WorkerSession):
         ``training_step``: all workers average gradients that are no mean yet (of
         ``loss.backward()``, or set by the module).
         """
-        if not self._by_hand or self.steps_with_host:  # there a step's closure averages
+        # With the mean of a host's gradients a step's closure averages.
+        if not self._by_hand or self._requirements.means_gradients:
             return
         if self._meant.lacks(range(len(self._parameters)) if numbers is None else numbers):
             self.average()
@@ -393,7 +385,7 @@ class Session(WorkerSession):
         """
         self._has_mean = False
         output = closure()
-        if (self.scales or self.steps_with_host) and not self._has_mean:
+        if (self.scales or self._requirements.means_gradients) and not self._has_mean:
             self.average()
         if not self.scales:
             return None if self._broken_off and self._gathered.weight <= 0 else output
@@ -410,7 +402,7 @@ class Session(WorkerSession):
         What earlier mini-batches have accumulated still counts.
         """
         self._gathered.leave_out()
-        averages = self.averages and not self.steps_with_host
+        averages = self.averages and not self._requirements.means_gradients
         if averages and self._gathered.weight > 0 and not self.accumulates():
             self.average()  # no backward will do it
 

@@ -55,6 +55,7 @@ class Guard:
         self._warned = 0
         self._batch: Any = None
         self._losses: list[torch.Tensor] | None = [] if on_fault.nonfinite == AUTO else None
+        self.lenient = False  # a gradient scaler skips the step itself after an overflow
         self.veto = False  # until the next step is over: it is to be left out
         self.fault = ""  # not yet told to the server
 
@@ -83,7 +84,7 @@ class Guard:
         Raises:
             NotFinite: if they may not, and the user wants to end there.
         """
-        if not numbers:  # no optimizer, or an empty one
+        if self.lenient or not numbers:  # no optimizer, or an empty one
             return True
         offender = self._check.offender(numbers, absent, packed, finite)
         if offender is None:

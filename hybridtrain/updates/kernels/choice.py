@@ -18,7 +18,6 @@ from hybridtrain.updates.kernels.kernel import (
     Kept,
     Kernel,
     PlainAdagrad,
-    PlainAdam,
     RmsProp,
     StepChunk,
     Tensors,
@@ -110,13 +109,13 @@ _FUSED: Mapping[type, type[Kernel]] = {
     _OPTIM.SGD: FusedSgd,
 }
 _PLAIN: Mapping[type, type[Kernel]] = {
-    _OPTIM.Adam: PlainAdam,
-    _OPTIM.AdamW: PlainAdam,
     _OPTIM.Adagrad: PlainAdagrad,
     _OPTIM.RMSprop: RmsProp,
 }
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_RARE: Mapping[type, KeptState] = {
+_RARE: Mapping[type, Kept] = {
+    _OPTIM.Adam: FusedAdam(),  # with ``fused=False``
+    _OPTIM.AdamW: FusedAdam(),
     _OPTIM.NAdam: KeptState(*_MOMENTS, figures=("mu_product",), start={"mu_product": 1.0}),
     _OPTIM.RAdam: KeptState(*_MOMENTS),
     _OPTIM.Adamax: KeptState("exp_avg", "exp_inf"),

@@ -140,40 +140,9 @@ class FusedSgd(Kernel):
         return step
 
 
-# ---- Adam, Adagrad and RMSprop with torch's operations in torch's order -------------------------
+# ---- Adagrad and RMSprop with torch's operations in torch's order -------------------------------
 # Each class follows the ``_single_tensor_...`` function of its module in ``torch.optim``, with
 # reused temporaries, and has the bits of ``fused=False`` and ``foreach=False``.
-
-
-class PlainAdam(Kernel):
-    """Adam and AdamW with ``fused=False``."""
-
-    scratch = 2
-
-    def names(self, group: Group) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"])
-
-    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
-        beta1, beta2 = map(number, group["betas"])
-        lr, eps, amsgrad = number(group["lr"]), group["eps"], group["amsgrad"]
-        steps = count(figures)
-        size = lr / (1 - beta1**steps)
-        correction = (1 - beta2**steps) ** 0.5
-        decoupled, shrinks = group["decoupled_weight_decay"], bool(group["weight_decay"])
-        rest = 1 - lr * group["weight_decay"]
-
-        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
-            if decoupled and shrinks:
-                p.mul_(rest)
-            out = scratch[0]
-            g = directed(group, g, out) if decoupled else decayed(group, p, g, out)
-            state[0].lerp_(g, 1 - beta1)
-            state[1].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            second = torch.maximum(state[2], state[1], out=state[2]) if amsgrad else state[1]
-            below = torch.sqrt(second, out=scratch[1]).div_(correction).add_(eps)
-            p.addcdiv_(state[0], below, value=-size)
-
-        return step
 
 
 class PlainAdagrad(Kernel):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hybridtrain.exchanges import Exchange, check_visits
 from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.events import Arrivals, Received
+from hybridtrain.protocol.events import Received
 from hybridtrain.protocol.messages import (
     Changes,
     Draw,
@@ -54,13 +55,7 @@ class IdleOptimizers(Optimizers):
     def hold(self, worker: int, push: Push) -> bool:
         return push.weight > 0
 
-    def step(
-        self,
-        pushes: Mapping[int, Push],
-        number: int | None = None,
-        arrivals: Arrivals | None = None,
-        lead: int | None = None,
-    ) -> Stepped:
+    def step(self, pushes: Mapping[int, Push], *_: Any, **__: Any) -> Stepped:
         return Stepped(tuple([worker for worker, push in pushes.items() if push.weight > 0]))
 
 

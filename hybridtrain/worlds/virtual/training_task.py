@@ -48,19 +48,23 @@ class Timetable(NamedTuple):
 
 
 class Scheduled(Protocol):
-    """Schedules of learning rates."""
+    """Schedules of learning rates; as it is, there are none."""
 
     def updated(self, version: int) -> Groups | None:
         """Hyper-parameters that a schedule changes after so many updates."""
+        return None
 
     def epoch_ended(self) -> Groups | None:
         """Hyper-parameters that a schedule changes at the end of an epoch."""
+        return None
 
     def groups(self) -> Groups:
         """All hyper-parameters as they are now."""
+        return ()
 
     def own_schedules(self) -> Scheduled:
         """The same for a worker that counts its own steps in place of updates."""
+        return self
 
 
 class Lessons(Scheduled, Protocol):
@@ -80,7 +84,7 @@ class TrainingTask(Task, Lessons, Protocol):
     loss: float  # of the last gradient
 
 
-class Untrained:
+class Untrained(Lessons):
     """Epochs of ``length`` samples, of which only the number counts."""
 
     def __init__(self, length: int, batch_size: int, n_workers: int) -> None:
@@ -88,22 +92,6 @@ class Untrained:
 
     def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
         return float(len(positions))
-
-    def updated(self, version: int) -> Groups | None:
-        """No schedule."""
-        return None
-
-    def epoch_ended(self) -> Groups | None:
-        """No schedule."""
-        return None
-
-    def groups(self) -> Groups:
-        """No hyper-parameters."""
-        return ()
-
-    def own_schedules(self) -> Scheduled:
-        """No schedule."""
-        return self
 
 
 class SimulatedWorker:

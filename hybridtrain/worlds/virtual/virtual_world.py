@@ -140,13 +140,10 @@ class ComputingOn:
         self._there_s: dict[int, float] = {}  # worker -> arrival time of its answer
         self._awaits: set[int] = set()
 
-    def offers(self, worker: int, said: Push | Begin | Gather) -> bool:
-        """Whether the worker computes on after this message."""
-        later = isinstance(said, Push) and not said.waits
-        if later:
-            self._offers += 1
-            self._unanswered[worker] = -self._offers
-        return later
+    def offers(self, worker: int) -> None:
+        """The worker computes on after a push."""
+        self._offers += 1
+        self._unanswered[worker] = -self._offers
 
     def number(self, worker: int) -> int | None:
         """The number of its unanswered push, below 0; ``None``: it has none."""
@@ -405,9 +402,10 @@ class VirtualWorld:
             return
         if made is not None:
             said = made if self._source is None else self._source.told(worker, made)
-            later = self._on_its_own.offers(worker, said)
+            if not said.waits:
+                self._on_its_own.offers(worker)
             self._arrive(worker, said) if at_once else self._say(worker, said, at_s)
-            if not later:
+            if said.waits:
                 return
         self._work.pop(worker, None)
         self._go_on(worker, at_s)
