@@ -182,6 +182,13 @@ def _certificate(key: Any, root: Any) -> x509.Certificate:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
     authority, now = key is root, datetime.datetime.now(datetime.UTC)
+    usage = dict.fromkeys(
+        (
+            "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+            "encipher_only", "decipher_only",
+        ),
+        False,
+    )  # fmt: skip
     return (
         x509.CertificateBuilder()
         .subject_name(name("hybridtrain run" if authority else "hybridtrain host"))
@@ -191,5 +198,18 @@ def _certificate(key: Any, root: Any) -> x509.Certificate:
         .not_valid_before(now - datetime.timedelta(days=2))  # clocks of hosts differ
         .not_valid_after(now + datetime.timedelta(days=365 * _YEARS))
         .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        .add_extension(
+            x509.KeyUsage(
+                digital_signature=not authority,
+                key_cert_sign=authority,
+                crl_sign=authority,
+                **usage,
+            ),
+            critical=True,
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key()), critical=False
+        )
         .sign(root, hashes.SHA256())
     )

@@ -110,6 +110,14 @@ def test_certificates_that_do_not_fit_are_refused_at_once() -> None:
         Key.from_bytes(mine[mine.index(b"-----BEGIN", 1) :])
 
 
+def test_a_new_key_stands_strict_verification() -> None:
+    """As ``ssl.create_default_context`` has it from Python 3.13 on: usages and identifiers."""
+    sides = [KEY.context(True), KEY.context(False)]
+    for side in sides:
+        side.verify_flags |= ssl.VERIFY_X509_STRICT
+    shakes_hands(*sides)
+
+
 def test_neither_side_accepts_another_key() -> None:
     other = Key.new()
     with pytest.raises(ssl.SSLError):
