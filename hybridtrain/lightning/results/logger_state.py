@@ -77,12 +77,13 @@ def give_to_logger(logger: Any, brought: dict[str, dict[str, Any]]) -> None:
 
 
 class _Reopened(ExperimentWriter):
-    """Appends to the file of another process, which may still write to it.
+    """Appends to the file of another process, which may still write to it."""
 
-    ``again``: a step whose validation and end of an epoch may be logged again.
-    """
+    _again = -1
 
-    again = -1
+    def expect_again(self, step: int) -> None:
+        """Let the rows of this step, a validation or the end of an epoch, replace the file's."""
+        self._again = step
 
     def _check_log_dir_exists(self) -> None:
         """Keep existing files, which Lightning would delete."""
@@ -90,8 +91,8 @@ class _Reopened(ExperimentWriter):
     def save(self) -> None:
         """Append the rows, with columns that the other process may have added."""
         for row in self.metrics:
-            if row["step"] == self.again:
-                _forget(Path(self.metrics_file_path), self.again, row.keys())
+            if row["step"] == self._again:
+                _forget(Path(self.metrics_file_path), self._again, row.keys())
         self.metrics_keys = _columns(Path(self.metrics_file_path)) or self.metrics_keys
         super().save()
 
@@ -132,8 +133,8 @@ def keep_rows(logger: Logger, again: int = -1) -> None:
         set_writer(logger, writer)
     elif type(writer) is ExperimentWriter:
         writer.__class__ = _Reopened
-    if again >= 0:
-        vars(writer)["again"] = again
+    if isinstance(writer, _Reopened) and again >= 0:
+        writer.expect_again(again)
 
 
 # ---- a full disk --------------------------------------------------------------------------------
