@@ -16,11 +16,11 @@ from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 PAGE = Path(__file__).parents[3] / "docs" / "own_policy.md"
 
 
-def documented() -> Any:
+def documented(name: str) -> Any:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(next(block for block in blocks if "StepsOwnParameters" in block), names)
-    return names["EverySecond"]()
+    exec(next(block for block in blocks if f"class {name}(" in block), names)
+    return names[name]()
 
 
 # Where runs repeat to the bit.
@@ -30,7 +30,7 @@ def documented() -> Any:
 )
 def test_it_is_local_sgd(policy: str, workers: int, tmp_path: Path) -> None:
     ends = []
-    for exchange in (documented(), {"name": "movement", "every": 2}):
+    for exchange in (documented("EverySecond"), {"name": "movement", "every": 2}):
         torch.manual_seed(0)
         module = Regression()
         first, second = (
@@ -41,5 +41,16 @@ def test_it_is_local_sgd(policy: str, workers: int, tmp_path: Path) -> None:
         first.fit(module, data)
         first.save_checkpoint(tmp_path / "middle.ckpt")
         second.fit(module, data, ckpt_path=tmp_path / "middle.ckpt")
+        ends.append(flat(module))
+    assert torch.equal(*ends)
+
+
+def test_the_signs_of_gradients_are_those_of_sign_sgd() -> None:
+    ends = []
+    for exchange in (documented("MySigns"), "sign_sgd"):
+        torch.manual_seed(0)
+        module = Regression()
+        trainer = make_trainer(HybridStrategy("hybrid", exchange=exchange), 3)
+        trainer.fit(module, DataLoader(regression_data(31), 4))
         ends.append(flat(module))
     assert torch.equal(*ends)
