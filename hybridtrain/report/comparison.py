@@ -19,7 +19,7 @@ from hybridtrain.report.charts import (
     staleness_chart,
     style,
 )
-from hybridtrain.report.fair_page import FAIR_FILE, OF_COMPARISON, fair_of
+from hybridtrain.report.fair_page import FAIR_FILE, OF_COMPARISON, fair_section
 from hybridtrain.report.history import HISTORY_FILE, KNOWN
 from hybridtrain.report.page import (
     Part,
@@ -45,11 +45,12 @@ from hybridtrain.report.runs import (
     differences,
     find_runs,
     labels,
+    read_mapping,
     read_run,
     rounded,
     sheet,
 )
-from hybridtrain.report.search import search_of
+from hybridtrain.report.search import SEARCH_FILE, search_section
 from hybridtrain.util.option_types import is_number
 
 PAGE, RUNS, CURVES = "comparison.html", "comparison.csv", "curves.csv"
@@ -82,13 +83,23 @@ def comparison(
     begun = sorted(str(x) for run in runs if (x := run.summary.get("started")))
     when = f"begun {begun[0][:16]}" if begun else f"seen {date.today()}"
     parts = [*_head(runs, folders), *_remarks(shown)]
-    parts += [part for folder in folders for of in (fair_of, search_of) for part in of(folder)]
+    parts += [part for folder in folders for part in sections_of(folder)]
     parts += [heading("Results"), results(shown, out), _sheets_hint(out), *hosts_of(shown)]
     for task in tasks:
         title_of = (f"Task {task}" if task else "No task known") if len(tasks) > 1 else ""
         parts += curves_of(title_of, [x for x in shown if x.run.task == task])
     parts += settings(shown)
     return page(title, parts, f"{when}; {', '.join(map(str, folders))}")
+
+
+def sections_of(folder: Path) -> Iterator[Part]:
+    """What is said of the fair comparison, or the search, that this folder is of."""
+    for name, section in ((FAIR_FILE, fair_section), (SEARCH_FILE, search_section)):
+        content = read_mapping(folder / name, [])
+        try:
+            yield from section(content, folder) if content else ()
+        except (LookupError, TypeError, AttributeError, ValueError):
+            yield note(f"{name} could not be read.")
 
 
 def _count(n: int, what: str) -> str:

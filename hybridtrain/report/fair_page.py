@@ -12,9 +12,9 @@ import numpy as np
 from hybridtrain.report.charts import COLOURS, REST, Series, can_draw, line_chart, number, style
 from hybridtrain.report.fair import Goal, Spread, interval, numbers_of
 from hybridtrain.report.history import read_history
-from hybridtrain.report.page import Part, figure, figures, heading, legend, note, paragraph, write
+from hybridtrain.report.page import Part, figure, figures, heading, legend, paragraph, write
 from hybridtrain.report.page import table as as_html
-from hybridtrain.report.runs import as_json, brief, read_mapping, sheet
+from hybridtrain.report.runs import as_json, brief, sheet
 
 FAIR_FILE, TABLE, SHEET = "fair_comparison.json", "fair_comparison.md", "fair_comparison.csv"
 OF_COMPARISON = ("task.metric", "test", "target.value")  # options that it gives its jobs
@@ -100,16 +100,8 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def fair_of(folder: Path) -> Iterator[Part]:
-    """The section about the comparison in this folder; nothing where there was none."""
-    content = read_mapping(folder / FAIR_FILE, [])
-    try:
-        yield from _section(content, folder) if content else ()
-    except (LookupError, TypeError, AttributeError, ValueError):
-        yield note(f"{FAIR_FILE} could not be read.")
-
-
-def _section(content: Mapping[str, Any], folder: Path) -> Iterator[Part]:
+def fair_section(content: Mapping[str, Any], folder: Path) -> Iterator[Part]:
+    """The section about the comparison in this folder."""
     goal = Goal(content["metric"], content["mode"], content["target"])
     yield heading(f"Fair comparison: {goal}")
     yield paragraph(content["protocol"])

@@ -7,23 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridtrain.report.charts import Series, can_draw, length_chart, line_chart
-from hybridtrain.report.page import Part, code, figure, figures, heading, note, paragraph
-from hybridtrain.report.runs import read_mapping
+from hybridtrain.report.page import Part, code, figure, figures, heading, paragraph
 from hybridtrain.util.option_types import is_number
 
 SEARCH_FILE = "search.json"
 
 
-def search_of(folder: Path) -> Iterator[Part]:
-    """The section about the search in this folder; nothing where there was none."""
-    found = read_mapping(folder / SEARCH_FILE, [])
-    try:
-        yield from _section(found) if found else ()
-    except (LookupError, TypeError, AttributeError):
-        yield note(f"{SEARCH_FILE} could not be read.")
-
-
-def _section(found: Mapping[str, Any]) -> Iterator[Part]:
+def search_section(found: Mapping[str, Any], _: Path) -> Iterator[Part]:
+    """The section about a search."""
     metric, trials = str(found["metric"]), list(found["trials"])
     states = [x["state"] for x in trials]
     counts = ", ".join(f"{states.count(x)} {x}" for x in dict.fromkeys(states))

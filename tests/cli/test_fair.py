@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher
-from hybridtrain.cli.sweep.side_by_side import Job
+from hybridtrain.cli.sweep.job_process import Job
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report.fair import Goal
 from hybridtrain.report.history import History
@@ -69,7 +69,7 @@ def as_trained(
             history.add(row | {"train_loss": 1.0, "val/acc": value})
         content = {"exit": 0, "metrics": {str(cfg.task.metric): values[-1]}}
         (job.folder / "summary.json").write_text(json.dumps(content))
-        return CommandOutcome(metric=values[-1], directory=str(job.folder))
+        return CommandOutcome(metric=values[-1])
 
     monkeypatch.setattr(ProcessLauncher, "run", run)
     return began

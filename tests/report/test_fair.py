@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.report.comparison import RUNS, compare
+from hybridtrain.report.comparison import RUNS, compare, sections_of
 from hybridtrain.report.fair import (
     Goal,
     Training,
@@ -21,7 +21,7 @@ from hybridtrain.report.fair import (
     spread,
     times_as_much,
 )
-from hybridtrain.report.fair_page import FAIR_FILE, SHEET, TABLE, columns_of, fair_of, leave
+from hybridtrain.report.fair_page import FAIR_FILE, SHEET, TABLE, columns_of, leave
 from tests.report.test_comparison import course
 from tests.report.test_comparison import leave as run_of
 
@@ -217,14 +217,14 @@ def test_runs_are_named_without_the_comparisons_own_options(
 def test_the_page_has_the_table_and_bands_and_survives_a_damaged_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     left(tmp_path)
-    text = "".join(fair_of(tmp_path))
+    text = "".join(sections_of(tmp_path))
     assert "Fair comparison: val/acc ≥ 0.9" in text and "5 [4, not reached]" in text
     assert text.count("<figure>") == 3 and "PolyCollection" in text  # two with bands, one of lr
     content = json.loads((tmp_path / FAIR_FILE).read_text())
     del content["strategies"][0]["train_s"]
     (tmp_path / FAIR_FILE).write_text(json.dumps(content))
-    assert "could not be read" in "".join(fair_of(tmp_path))
-    assert not list(fair_of(tmp_path / "elsewhere"))
+    assert "could not be read" in "".join(sections_of(tmp_path))
+    assert not list(sections_of(tmp_path / "elsewhere"))
 
 
 def test_a_search_over_words_has_the_other_charts(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_search_over_words_has_the_other_charts(tmp_path: Path) -> None:
         for x in ("adam", "sgd")
     ]
     (tmp_path / FAIR_FILE).write_text(json.dumps(content | {"search": search}))
-    assert "".join(fair_of(tmp_path)).count("<figure>") == 2
+    assert "".join(sections_of(tmp_path)).count("<figure>") == 2
 
 
 @pytest.mark.parametrize(("value", "mode"), [(176 / 180, "max"), (1 / 30, "min"), (2 / 3, "min")])

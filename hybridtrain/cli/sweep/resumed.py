@@ -24,9 +24,9 @@ from hybridtrain.cli.resume import (
     AUTO,
     FORMAT,
     LAST,
+    check_run,
+    configuration,
     has_finished,
-    newest_in,
-    newest_of_run,
     output_root,
     runs_below,
     shown_differences,
@@ -36,7 +36,7 @@ from hybridtrain.cli.resume import expanded as expanded_run
 from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.report.runs import CONFIG_FILE, SUMMARY_FILE, key_of, read_mapping, read_yaml
-from hybridtrain.util.files import short, write_whole
+from hybridtrain.util.files import write_whole
 from hybridtrain.util.option_types import is_number, misfit
 
 SWEEP_FILE = "sweep.json"
@@ -211,7 +211,7 @@ def kept(directory: Path, cfg: DictConfig) -> CommandOutcome | None:
         return None
     metrics = read_mapping(directory / SUMMARY_FILE, []).get("metrics", {})
     metric = metrics.get(cfg.task.metric) if isinstance(metrics, dict) else None
-    return CommandOutcome(metric=metric if is_number(metric) else None, directory=short(directory))
+    return CommandOutcome(metric=metric if is_number(metric) else None)
 
 
 def _check_same(directory: Path, cfg: DictConfig) -> None:
@@ -232,24 +232,11 @@ def _check_same(directory: Path, cfg: DictConfig) -> None:
         )
 
 
-def going_on(directory: Path) -> list[str]:
-    """Overrides with which the job continues, or begins if it has not yet."""
-    if not (directory / CONFIG_FILE).exists():
-        return ["resume=null"]
+def has_begun(directory: Path) -> bool:
+    """Whether the job can go on; else it begins anew."""
     try:
-        path = newest_of_run(directory)
-    except UserError:  # its configuration is damaged, or has values that only the job knows
-        path = newest_in(directory)
-    name = path.name if path else "its beginning"
-    print(f"{directory} goes on from {name}", flush=True)
-    own = [] if path is None else [quoted("ckpt", path)]
-    own += ["strategy.faults=null"] if _has_own_faults(directory) else []
-    return [quoted("resume", directory), "faults=null", *own]  # what went wrong has been tried
-
-
-def _has_own_faults(directory: Path) -> bool:
-    try:
-        strategy = read_yaml(directory / CONFIG_FILE)["strategy"]
-        return isinstance(strategy["faults"], list)  # else ${faults}, or Lightning's have no such
-    except (UserError, LookupError, TypeError):
+        check_run(directory)
+        configuration(directory)
+    except UserError:  # it was killed, or had no room, while it began
         return False
+    return True

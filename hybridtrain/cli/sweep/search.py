@@ -31,7 +31,7 @@ from hybridtrain.cli.config_values import assignments
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher, check_job
-from hybridtrain.cli.sweep.side_by_side import Job
+from hybridtrain.cli.sweep.job_process import Job
 from hybridtrain.cli.validation.host_checks import check_directory
 from hybridtrain.cli.validation.target_checks import check_scheme
 from hybridtrain.errors import Lost, UserError
@@ -455,8 +455,7 @@ class SearchRun:
     def run(self) -> None:
         """Run all jobs; raises SystemExit after a signal."""
         for trial in self._search.before:
-            job = self._job(trial)
-            self._launcher.note(job, self._ending(trial, job.folder))
+            self._launcher.note(self._job(trial), self._ending(trial))
         try:
             tells = self._shown is None
             self._launcher.run(self._jobs(), self._ended, self._listen, tells)
@@ -465,16 +464,16 @@ class SearchRun:
         if self._winner() is None:
             raise Lost("no job of the search has returned a metric")
 
-    def _job(self, trial: FrozenTrial | Trial, more: Sequence[str] = ()) -> Job:
+    def _job(self, trial: FrozenTrial | Trial) -> Job:
         overrides = [*self._fixed, *assignments(trial.params)]
-        return self._launcher.job(overrides, trial.number, self._search.n_trials, more)
+        return self._launcher.job(overrides, trial.number, self._search.n_trials)
 
-    def _ending(self, trial: FrozenTrial, folder: Path) -> CommandOutcome:
+    def _ending(self, trial: FrozenTrial) -> CommandOutcome:
         """The outcome of a trial that was finished before the search went on."""
         done = trial.state == self._states.COMPLETE
         why = "" if done else f"{trial.state.name.lower()} before the search went on"
         # Another trial replaces one that had failed, which would else count for ever.
-        return CommandOutcome(0, _metric_of(trial), why or None, short(folder))
+        return CommandOutcome(0, _metric_of(trial), why or None)
 
     def _jobs(self) -> Iterator[Job]:
         from hybridtrain.cli.sweep.reports import Mailbox  # it imports Lightning
@@ -490,11 +489,10 @@ class SearchRun:
                 self._launcher.note(job, outcome)
                 continue
             self._trials[trial.number] = trial
-            more = resumed.going_on(job.folder) if has_begun else []
             self._show()
-            made = self._job(trial, more) if more else job
-            self._mailboxes[trial.number] = Mailbox()
-            yield replace(made, reports=self._mailboxes[trial.number].path)
+            mailbox = self._mailboxes[trial.number] = Mailbox()
+            goes_on = has_begun and resumed.has_begun(job.folder)
+            yield replace(job, goes_on=goes_on, reports=mailbox.path)
 
     def _listen(self, seconds: float) -> None:
         """Answer the jobs' reports, then wait."""
