@@ -229,42 +229,51 @@ def _letters(number: int) -> str:
     return letter if number < 26 else _letters(number // 26 - 1) + letter
 
 
-def columns_of(rows: Sequence[PlanRow]) -> dict[str, list[str]]:
-    """The columns by their heads; that of the target only where it is known of a row."""
-    timed = {"seconds to target": [_time_to_target(row) for row in rows]}
-    return {
-        "strategy": [row.strategy for row in rows],
-        "hosts": [row.hosts for row in rows],
-        "samples/s": [charts.number(row.samples_per_s) for row in rows],
-        **(timed if any(row.time_to_target_s for row in rows) else {}),
-        "waiting": [f"{100 * row.waiting_share:.0f} %" for row in rows],
-        "stale": [charts.number(round(row.staleness, 2)) for row in rows],
-        "MB/s": [charts.number(round(row.handed_over_bytes_per_s / 1e6, 3)) for row in rows],
-        "memory": [f"{row.memory_bytes / 1e6:,.3g} MB" for row in rows],
-        "first bottleneck": [row.bottleneck for row in rows],
+def heads(rows: Sequence[PlanRow]) -> list[str]:
+    """The columns; those of the target only where it is known of a row."""
+    timed = any(row.time_to_target_s for row in rows)
+    target = ["seconds to target"] if timed else []
+    fixed = ["strategy", "hosts", "samples/s", *target, "waiting", "stale", "MB/s", "memory"]
+    return [*fixed, "first bottleneck"]
+
+
+def cells(row: PlanRow, columns: Sequence[str]) -> list[str]:
+    """The row's cells in these columns."""
+    found = {
+        "strategy": row.strategy,
+        "hosts": row.hosts,
+        "samples/s": charts.number(row.samples_per_s),
+        "seconds to target": f"{_range(row.time_to_target_s)}, {row.trust}"
+        if row.trust
+        else "not told",
+        "waiting": f"{100 * row.waiting_share:.0f} %",
+        "stale": charts.number(round(row.staleness, 2)),
+        "MB/s": charts.number(round(row.handed_over_bytes_per_s / 1e6, 3)),
+        "memory": f"{row.memory_bytes / 1e6:,.3g} MB",
+        "first bottleneck": row.bottleneck,
     }
+    return [found[column] for column in columns]
 
 
-def _time_to_target(row: PlanRow) -> str:
-    if row.time_to_target_s is None:
-        return "not told"
-    ends = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in row.time_to_target_s)
-    return f"{' to '.join(ends)}, {row.trust}"
+def _range(pair: tuple[float, float] | None) -> str:
+    if pair is None:
+        return "–"
+    return " to ".join(f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in pair)
 
 
 def table(rows: Sequence[PlanRow]) -> Table:
     """A rich table of the rows, with the letters of what was extrapolated."""
     made = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    columns = columns_of(rows)
-    for head, each in columns.items():
+    for head in heads(rows):
         words = head in ("strategy", "hosts", "first bottleneck")
-        least = min(14, max(map(len, each))) if words else None
+        least = min(14, max(len(cells(row, [head])[0]) for row in rows)) if words else None
         justify: Any = "left" if words else "right"
         made.add_column(head, justify=justify, overflow="fold", min_width=least)
     made.add_column("not measured", overflow="fold")
     marks = {text: mark for mark, text in notes(rows).items()}
-    for row, cells in zip(rows, zip(*columns.values(), strict=True), strict=True):
-        made.add_row(*cells, " ".join(marks[text] for text in row.extrapolated))
+    for row in rows:
+        found = " ".join(marks[text] for text in row.extrapolated)
+        made.add_row(*cells(row, heads(rows)), found)
     return made
 
 
@@ -277,12 +286,12 @@ def page_of(rows: Sequence[PlanRow], told: Sequence[str], arguments: Sequence[st
     Raises:
         UserError: if there is no matplotlib.
     """
-    columns = columns_of(rows)
-    columns["extrapolated"] = ["; ".join(row.extrapolated) or "nothing" for row in rows]
+    columns = heads(rows)
+    lines = [[*cells(row, columns), "; ".join(row.extrapolated) or "nothing"] for row in rows]
     parts: list[Part] = [
         page.paragraph(f"python -m hybridtrain.plan {shlex.join(arguments)}"),
         *map(page.note, told),
-        page.table(list(columns), list(zip(*columns.values(), strict=True))),
+        page.table([*columns, "extrapolated"], lines),
         page.figures(_charts(rows[:MOST_POINTS])),
         page.paragraph(_LEGEND),
     ]

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from statistics import fmean
 
 import torch
@@ -46,13 +46,13 @@ from hybridtrain.plan.evidence import (
     Target,
     nearest,
 )
-from hybridtrain.plan.timing import Contention, Contributions, TimingRun
+from hybridtrain.plan.timing import Contention, Draw, TimingRun
 from hybridtrain.policies import Needs, make_policy
 from hybridtrain.recording.observed import Observed
 from hybridtrain.simulate.simulations import StrategySpec
 from hybridtrain.updates.named import UpdateSpec
 from hybridtrain.util.option_types import name_of
-from hybridtrain.worlds.virtual.network import Conditions, Network
+from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.service_times import Measured, Times
 
 CACHED_BYTES = 32_000_000  # of parameters: more do not stay in a cache
@@ -123,7 +123,7 @@ class Plan:
     @cached_property
     def mini_batches(self) -> int:
         """Simulated in a row: fewer where there are many rows."""
-        return min(2000, max(150, 100_000 // (len(self.strategies) * len(self.layouts))))
+        return min(2000, max(150, 1_500_000 // (len(self.strategies) * len(self.layouts))))
 
     @cached_property
     def checked(self) -> dict[str, tuple[float, float]]:
@@ -167,10 +167,8 @@ class Plan:
     def _row(self, spec: StrategySpec, layout: Layout, errors: Mapping[str, float]) -> PlanRow:
         source = nearest(self.runs, layout.each, spec.label.partition(":")[0])
         speed, timing, steps = _run(self, source, spec, layout, self.between_s(source))
-        server, counts = timing.server, timing.server.statistics
-        lag = counts.ages.total() / counts.version * steps * (1 + counts.mean_age())
-        memory = _memory_factor(source, layout.each, server.requirements.whole_rounds)
-        pushes_per_s = timing.events / timing.now_s
+        lag = timing.contributions / timing.version * steps * (1 + timing.staleness)
+        memory = _memory_factor(source, layout.each, timing.requirements.whole_rounds)
         limits = _limits(timing, memory)
         error = errors.get(str(source.folder))
         row = PlanRow(
@@ -179,13 +177,13 @@ class Plan:
             workers=layout.workers,
             samples_per_s=speed,
             error=error,
-            updates_per_s=counts.version / timing.now_s,
+            updates_per_s=timing.version / timing.now_s,
             waiting_share=timing.waiting_share,
-            staleness=counts.mean_age(),
+            staleness=timing.staleness,
             lag=lag,
-            dropped_share=sum(counts.stats()["dropped"]) / timing.events,
-            handed_over_bytes_per_s=pushes_per_s * timing.under.contribution_bytes,
-            memory_bytes=_memory_bytes(source, spec, server.requirements, layout),
+            dropped_share=timing.dropped / timing.pushes,
+            handed_over_bytes_per_s=timing.pushes / timing.now_s * timing.size_bytes,
+            memory_bytes=_memory_bytes(source, spec, timing.requirements, layout),
             bottleneck=_bottleneck(limits, _factors(source, layout)),
             limits=limits,
             extrapolated=tuple(_extrapolated(self, source, spec, layout)),
@@ -232,19 +230,19 @@ def _run(
     contention = None if same else _contention(plan, source, layout, needs)
     own = exchange.parameters == "own" and source.parameters != "own"
     own_step_s = seen.update_s if own else 0.0  # else it is in the times
+    added_s = between_s, own_step_s
+    draws = [_drawn(times.stream(worker, 0), sizes, *added_s) for worker in range(n)]
     epoch = None if seen.epoch is None else max(n, round(seen.epoch / seen.batch_size / steps))
     network = replace(layout.network, hosts=layout.hosts, size_bytes=seen.size_bytes)
-    row_bytes = _row_bytes(spec, exchange, seen.size_bytes)
-    under = Conditions(
-        network=network, update_s=_update_s(source, needs.gathers), row_bytes=row_bytes
+    timing = TimingRun(
+        *(policy, exchange, draws, network, _update_s(source, needs.gathers), epoch),
+        contention=contention,
+        row_bytes=_row_bytes(spec, exchange, seen.size_bytes),
     )
-    all_times = Contributions(times, sizes, between_s, own_step_s)
-    timing = TimingRun(policy, exchange, n, all_times, under, epoch, contention)
-    requirements = timing.server.requirements
-    if requirements.watches_loss or requirements.evaluates:
+    if timing.requirements.watches_loss or timing.requirements.evaluates:
         raise UserError(f"strategy={spec.label} depends on losses, which {_SIMULATE}")
-    timing.run(mini_batches=contributions)
-    return timing.contributions_per_s * steps * seen.batch_size, timing, steps
+    timing.run(contributions)
+    return timing.counted[0] * steps * seen.batch_size / timing.last_s, timing, steps
 
 
 def _sizes(steps: int, seen: Observed, n_workers: int) -> list[int]:
@@ -294,6 +292,14 @@ def _row_bytes(spec: StrategySpec, exchange: Exchange, size_bytes: int) -> int:
             f"parameters, {_SIMULATE}"
         )
     return codec.n_bytes((size_bytes // 4,), torch.float32)
+
+
+def _drawn(draw: Draw, sizes: Sequence[int], between_s: float, own_step_s: float) -> Draw:
+    """Seconds of the mini-batches of one contribution; ``sizes``: how many, in turn."""
+    if max(sizes) == 1:
+        return lambda: draw() + own_step_s + between_s
+    size = cycle(sizes)
+    return lambda: between_s + sum(draw() + own_step_s for _ in range(next(size)))
 
 
 def _as_recorded(source: Evidence, layout: Layout) -> bool:
@@ -371,13 +377,12 @@ def _update_s(source: Evidence, rows: int) -> float:
 
 def _limits(timing: TimingRun, memory: float) -> dict[str, float]:
     """The share of the workers' time that each costs; ``memory``: its factor on mini-batches."""
-    waiting, counts = timing.waiting_share, timing.server.statistics
-    update = min(waiting, counts.version * timing.under.update_s / timing.now_s)
-    computing = 1 - waiting
+    update = min(timing.waiting_share, timing.version * timing.update_s / timing.now_s)
+    computing = 1 - timing.waiting_share
     return {
-        "waiting": waiting - update,
+        "waiting": timing.waiting_share - update,
         "server's update": update,
-        "host link": timing.network_s / timing.now_s / counts.n_workers,
+        "host link": timing.network_s / timing.now_s / len(timing.accounts),
         "cores": computing * max(0.0, 1 - memory / max(timing.mean_factor, memory)),
         "memory bandwidth": computing * max(0.0, 1 - 1 / memory),
     }

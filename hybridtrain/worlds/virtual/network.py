@@ -190,7 +190,6 @@ class Conditions(Checked):
     processes. ``update_s``: duration of an update in seconds; messages that arrive meanwhile wait.
     ``foresight``: a time window in which nothing more will arrive ends at the last arrival, as the
     literature assumes (Liu et al. 2024). ``visits``: workers draw from shards of the data.
-    ``row_bytes``: of a contribution without a task; ``None``: as many as the parameters have.
 
     Raises:
         UserError: if ``update_s`` is negative or infinite.
@@ -202,9 +201,3 @@ class Conditions(Checked):
     update_s: NotNegative = 0.0
     foresight: bool = False
     visits: Visits | None = None
-    row_bytes: Natural | None = None
-
-    @property
-    def contribution_bytes(self) -> int:
-        """Of a contribution without a task."""
-        return self.network.size_bytes if self.row_bytes is None else self.row_bytes

@@ -14,21 +14,12 @@ from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
 from pathlib import Path
 from random import Random
-from typing import Protocol
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.files import read_text
 from hybridtrain.util.option_types import Above0, check
 
 Draw = Callable[[], float]
-
-
-class Stream(Protocol):
-    """Service times of workers."""
-
-    def stream(self, worker: int, seed: int) -> Draw:
-        """Draws the worker's service times."""
-
 
 # The parameter of each distribution beside its mean, with its default.
 SHAPES: dict[str, tuple[str, float]] = {

@@ -47,7 +47,7 @@ from hybridtrain.updates.staleness import Correction
 from hybridtrain.worlds.virtual.epoch_source import register_workers
 from hybridtrain.worlds.virtual.network import Conditions, HostLinks, Links
 from hybridtrain.worlds.virtual.script import Dies, Joins
-from hybridtrain.worlds.virtual.service_times import Stream
+from hybridtrain.worlds.virtual.service_times import Times
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task, Untrained
 
 Point = tuple[float, float, float]  # time, figure, bytes
@@ -201,7 +201,7 @@ class VirtualWorld:
         self,
         policy: Policy,
         n_workers: int,
-        times: Stream,
+        times: Times,
         batch_size: int = 1,
         seed: int = 0,
         task: Task | None = None,
@@ -222,7 +222,7 @@ class VirtualWorld:
         self.curve = Curve()  # of the losses, if the task has any
         self._handling: tuple[float, int] | None = None  # time of the event, and version
         exchange = exchange or exchange_of(policy)
-        self.under = conditions or Conditions()
+        self._under = conditions or Conditions()
         merge = None if update is None else update.merge
         self.server = Server(
             policy, n_workers, 1, self._clock, correction, exchange, merge, timeline
@@ -232,7 +232,7 @@ class VirtualWorld:
         self._turns = self.server.requirements.takes_turns
         lessons = None if epoch is None else Untrained(epoch, batch_size, n_workers)
         self._replicas, self._source = register_workers(
-            self.server, task, optimizer, n_workers, exchange, update, self.under.visits, lessons
+            self.server, task, optimizer, n_workers, exchange, update, self._under.visits, lessons
         )
         self._alone = self._replicas is not None and self._replicas.train_alone
         self._varies = self._replicas is not None and self._replicas.varies
@@ -242,7 +242,7 @@ class VirtualWorld:
         self._start(n_workers)
 
     def _made_links(self, n_workers: int) -> Links:
-        network = self.under.network
+        network = self._under.network
         if network.hosts == 1:
             return Links(network)
         wants = self.server.requirements
@@ -250,19 +250,18 @@ class VirtualWorld:
 
     def _start(self, n_workers: int) -> None:
         """All workers but the absent ones begin to compute at time 0."""
-        self._row_s = self.links.own_s(self.under.contribution_bytes)
         self._doing = [0] * n_workers  # number of the worker's activity
         self._version = 0  # updates that the server has completed
         self._busy: BusyServer | None = None  # while it makes an update
-        self._update_s = self.under.update_s
-        self._interrupts = self.under.interrupt and self.server.requirements.drops_late
+        self._update_s = self._under.update_s
+        self._interrupts = self._under.interrupt and self.server.requirements.drops_late
         self._on_its_own = ComputingOn()
         self._met: Gathered | None = None  # the result of the last meeting
         self._read: dict[int, int] = {}  # computing worker -> version it read, for interrupts
         self._work: dict[int, Push] = {}  # worker -> its next push, with a task
         self._asked: set[int] = set()  # workers that wait for their turn
         self._to_ask = set(range(n_workers)) if self.server.requirements.asks else set[int]()
-        script = self.under.script
+        script = self._under.script
         self._finish = script.finishes(n_workers)
         comings, absent = script.comings, script.absent()
         self._due: list[Due] = [(x.at_s, n - len(comings), 0, x) for n, x in enumerate(comings)]
@@ -324,7 +323,7 @@ class VirtualWorld:
 
     def _happens(self) -> None:
         wake_s = self._wake_s
-        due_s, foresees = self._due[0][0] if self._due else math.inf, self.under.foresight
+        due_s, foresees = self._due[0][0] if self._due else math.inf, self._under.foresight
         if wake_s < due_s or (wake_s == due_s < math.inf and not foresees):
             self.now_s = self._heard_s if foresees else max(self.now_s, wake_s)
             self._on(TimerExpired())
@@ -443,12 +442,12 @@ class VirtualWorld:
         end_s = begin_s + work_s
         if worker in self._finish:
             end_s = self._finish[worker](begin_s, work_s)
-        row_s = 0.0 if self._varies else self._row_s  # else counted when it pushes
-        self.network_s += begin_s - self.now_s + row_s
+        loaded_s = 0.0 if self._varies else self.links.loaded_s  # else counted when it pushes
+        self.network_s += begin_s - self.now_s + loaded_s
         if self._interrupts:
             self._read[worker] = self._version
         number = self._doing[worker] = self._doing[worker] + 1
-        at_s = end_s + self._row_s if self._direct else end_s
+        at_s = end_s + self.links.loaded_s if self._direct else end_s
         heapq.heappush(self._due, (at_s, worker, number, push))
 
     def _end_mini_batch(self, worker: int, push: Push) -> None:
@@ -497,7 +496,7 @@ class VirtualWorld:
 
     def _bytes_of(self, push: Push) -> int:
         if self._replicas is None or not self._varies:
-            return self.under.contribution_bytes
+            return self._under.network.size_bytes
         return self._replicas.bytes_of(push)
 
     def _arrive(self, worker: int, said: Push | Begin | Gather) -> None:
