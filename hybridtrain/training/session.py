@@ -252,11 +252,6 @@ class WorkerSession:
             self._gathered,
             self.buffers,
             averaged=self._trained.averages,
-            complete=lambda numbers: None,
-            manual=True,
-            released=lambda version: None,
-            goes_ahead=False,
-            endless=True,
             only=len(self._optimizers) == 1,
         )
 

@@ -77,12 +77,12 @@ class StepParts:
         gathered: what the gradients since the last step count for.
         buffers: the module's, if workers share them.
         averaged: gradients are the mean of all workers' before the optimizer steps.
+        only: the module has one optimizer.
         complete: makes the gradients of these slots so, before they are handed over.
         manual: the user's module steps its optimizers itself.
         released: is called with the version of each release.
         goes_ahead: nobody looks at parameters before the next mini-batch begins.
         endless: no step may be too many (``max_steps``).
-        only: the module has one optimizer.
         nothing: the closure that a caller passes if the user passes none.
     """
 
@@ -95,12 +95,12 @@ class StepParts:
     gathered: Accumulation
     buffers: SharedBuffers | None
     averaged: bool
-    complete: Callable[[Iterable[int]], object]
-    manual: bool
-    released: Callable[[int], object]
-    goes_ahead: bool
-    endless: bool
     only: bool
+    complete: Callable[[Iterable[int]], object] = lambda numbers: None
+    manual: bool = True
+    released: Callable[[int], object] = lambda version: None
+    goes_ahead: bool = False
+    endless: bool = True
     nothing: Closure | None = None
 
 
