@@ -250,6 +250,9 @@ def read(checkpoint: dict[str, Any]) -> Resumed | None:
     if is_settled(epoch):
         return None  # it was written between two epochs
     progress = loops["epoch_loop.batch_progress"]
+    if ours is not None and not ours["loaders"] and _is_beginning(epoch):
+        _set_back(loops, 0)
+        return None
     if ours is None or not ours["loaders"]:
         if ours is None and (n_done := _done(progress)) > 0:
             return _elsewhere(epoch["processed"], n_done)
@@ -260,6 +263,11 @@ def read(checkpoint: dict[str, Any]) -> Resumed | None:
     if ours.get("over"):
         event = EpochEvent.RESUMES_AT_END
     return Resumed(ours["epoch"], ours["batches"], ours["loaders"], stepped, event)
+
+
+def _is_beginning(epoch: Mapping[str, int]) -> bool:
+    """Whether the hooks of an epoch's beginning run."""
+    return epoch["ready"] - 1 == epoch["started"] == epoch["processed"]
 
 
 def _elsewhere(epoch: int, batches: int) -> Resumed:
@@ -298,7 +306,8 @@ def _set_back(loops: dict[str, Any], batches: int) -> int | None:
     progress = loops["epoch_loop.batch_progress"]
     if _done(progress) == batches and is_settled(progress["total"]):
         return None
-    before = progress["total"]["completed"] - progress["current"]["completed"]
+    begins = _is_beginning(loops["epoch_progress"]["current"])  # those are of the epoch before
+    before = progress["total"]["completed"] - (0 if begins else progress["current"]["completed"])
     progress["current"] = dict.fromkeys(progress["current"], batches)
     progress["total"] = dict.fromkeys(progress["total"], before + batches)
     progress["is_last_batch"] = False

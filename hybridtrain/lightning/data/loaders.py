@@ -72,9 +72,16 @@ from hybridtrain.lightning.hooks.points import Point, around, before, instead
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.saved_states import WORKERS
-from hybridtrain.protocol.messages import Visits
+from hybridtrain.protocol.messages import LoaderPass, Visits
+from hybridtrain.protocol.spans import Spans
 from hybridtrain.recording.run_description import data_teller
-from hybridtrain.training.samplers import EpochPlan, EpochSampler, QueueSampler, ShareSampler
+from hybridtrain.training.samplers import (
+    EpochPlan,
+    EpochSampler,
+    QueueSampler,
+    Seeded,
+    ShareSampler,
+)
 from hybridtrain.worker.client import Client
 
 
@@ -371,7 +378,7 @@ class Loaders:
         committed = self._former if alone else self._committed
         if committed is not None and committed[0] == epoch:
             batches = committed[1]
-        begun = [sampler for sampler in self.samplers if sampler.has_begun(epoch)]
+        begun = [x for x in self.samplers if x.has_begun(epoch) or _is_drawn(x, epoch, unseen)]
         loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
         ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
         if self._requirements.data != "shares" and not for_now:
@@ -508,3 +515,9 @@ class Loaders:
             if sampler.crew != self._client.there:
                 sampler.shares_with(self._client.there)
                 self.position.change_lengths()
+
+
+def _is_drawn(sampler: EpochSampler, epoch: int, unseen: Mapping[LoaderPass, Spans]) -> bool:
+    """Whether other workers have begun the epoch; a user's order all would have met for."""
+    known = isinstance(sampler.source, Seeded) and sampler.epoch == epoch
+    return known and LoaderPass(sampler.number, epoch, 0) in unseen

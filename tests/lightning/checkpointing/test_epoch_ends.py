@@ -31,6 +31,7 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
     Schedules,
 )
 from hybridtrain.lightning.data.epoch_state import EpochEvent
+from tests.lightning.failover.counting import N, Scheduled
 from tests.lightning.failover.test_broken_off import (
     BATCHES,
     HEAD_START_S,
@@ -429,3 +430,30 @@ def test_in_a_worker_that_comes_back(who: int, tmp_path: Path) -> None:
     one, other = (torch.load(path, weights_only=True) for path in (restarted, whole))
     assert rate(one) == rate(other) == pytest.approx(1e-5)
     assert_same(one, other)
+
+
+class FailsAtItsBeginning(pl.Callback):
+    """Worker 0, in the second epoch."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_rank == 0 and trainer.current_epoch == 1:
+            time.sleep(0.5)
+            raise LookupError("on purpose")
+
+
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "hybrid", "async"))
+def test_whose_beginning_failed_is_trained(policy: str, tmp_path: Path) -> None:
+    """Hooks of its beginning run before Lightning forgets the mini-batches of the one before."""
+
+    def train(path: Path | None, *callbacks: pl.Callback) -> pl.LightningModule:
+        module, saves = Scheduled(), ModelCheckpoint(tmp_path / "checkpoints")
+        options = {"callbacks": [*callbacks, saves], "enable_checkpointing": True}
+        trainer = make_trainer(policy, 2, max_epochs=3, **options)
+        trainer.fit(module, DataLoader(torch.arange(N), 2), ckpt_path=path, weights_only=False)
+        assert [x.scheduler.last_epoch for x in trainer.lr_scheduler_configs][1] == 3
+        return module
+
+    with pytest.raises(LookupError):
+        train(None, FailsAtItsBeginning())
+    module = train(tmp_path / "interrupted.ckpt")
+    assert module.w.round().tolist() == [3] * N
