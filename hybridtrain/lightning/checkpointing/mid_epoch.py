@@ -534,6 +534,8 @@ class EpochEnds:
         if over or (loop.batch_progress.is_last_batch and not due):
             self.begin_batch()
             raise EpochIsOver
+        if not due:  # hooks of the mini-batch that begins may log
+            self.begin_batch()
 
     def allow(self) -> None:
         """Let the resumed epoch end like any other."""

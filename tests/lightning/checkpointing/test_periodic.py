@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from torch.optim.lr_scheduler import ExponentialLR
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
@@ -179,3 +182,25 @@ def test_a_collective_is_fine_with_the_checkpoints_that_all_make(tmp_path: Path)
     fit("hybrid", 2, 4, **saving(Together(), ModelCheckpoint(tmp_path)), max_epochs=1)
     (path,) = tmp_path.glob("*.ckpt")
     assert torch.load(path, weights_only=True)["all"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "hybrid", "async"))
+def test_the_first_row_of_a_resumed_run_has_the_number_of_its_step(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Lightning has not counted the mini-batch in whose hook the checkpoint was written."""
+
+    def rows(name: str, path: Path | None) -> dict[str, str]:
+        callbacks = [PeriodicCheckpoint(tmp_path, every_updates=1, keep=9), LearningRateMonitor()]
+        module = Regression(
+            schedule=lambda x: {"scheduler": ExponentialLR(x, 0.9), "interval": "step"}
+        )
+        logger = CSVLogger(tmp_path, name, "")
+        options = saving(*callbacks) | {"logger": logger, "log_every_n_steps": 3, "max_epochs": 1}
+        fit(strategy, 1, 6, module, ckpt_path=None if path is None else str(path), **options)
+        with (tmp_path / name / "metrics.csv").open(newline="") as file:
+            return {row["step"]: row["lr-SGD"] for row in csv.DictReader(file) if row["lr-SGD"]}
+
+    whole = rows("whole", None)
+    assert [*whole] == ["2", "5"]
+    assert rows("resumed", tmp_path / "periodic-3.ckpt") == {"5": whole["5"]}
