@@ -47,6 +47,7 @@ def broken_off(zygote: Zygote, ending: str, options: Sequence[str]) -> None:
     assert not Path("jobs/2").exists()
 
 
+@pytest.mark.timeout(420)
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", by_default(["SIGKILL", "SIGINT", "SIGTERM"], "SIGKILL"))
