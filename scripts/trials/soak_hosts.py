@@ -57,28 +57,36 @@ class HostSoak:
 def soak_hosts(
     strategy: str, n_hosts: int, seconds: float, every_s: float, seed: int = 7
 ) -> HostSoak:
-    """One run of about so many seconds; ``every_s``: between two faults of hosts but the first."""
+    """One run with faults for so many seconds, and undisturbed to its end.
+
+    Args:
+        every_s: between two faults of hosts but the first.
+    """
     calm = _soak(HostSoak(strategy, _CALM_EPOCHS), n_hosts, None, seed)
     each_s = calm.wall_s / _CALM_EPOCHS
-    epochs = max(_CALM_EPOCHS, int(seconds / (2 * each_s)))  # faults take as long again
-    run = _soak(HostSoak(strategy, epochs), n_hosts, every_s, seed, 4 * seconds + _STUCK_S)
+    epochs = max(_CALM_EPOCHS, int(seconds / (2 * each_s)))
+    run = _soak(HostSoak(strategy, epochs), n_hosts, every_s, seed, seconds)
     if strategy in LOCKSTEP:
-        calm = _soak(HostSoak(strategy, epochs), n_hosts, None, seed)
+        calm = _soak(HostSoak(strategy, epochs), n_hosts, None, seed, seconds)
         run.as_undisturbed = run.weights == calm.weights
     return run
 
 
 def _soak(
-    made: HostSoak, n_hosts: int, every_s: float | None, seed: int, limit_s: float = 24 * 3600.0
+    made: HostSoak, n_hosts: int, every_s: float | None, seed: int, seconds: float = 0.0
 ) -> HostSoak:
-    ending = run_apart(lambda folder: _run(made, n_hosts, every_s, seed, folder), limit_s)
+    ending = run_apart(
+        lambda folder: _run(made, n_hosts, every_s, seed, seconds, folder), 24 * 3600.0
+    )
     found: HostSoak = ending.result or made
     found.wall_s, found.left = round(ending.wall_s, 1), ending.left
     found.said = found.said or ending.output[-3000:]
     return found
 
 
-def _run(made: HostSoak, n_hosts: int, every_s: float | None, seed: int, folder: Path) -> HostSoak:
+def _run(
+    made: HostSoak, n_hosts: int, every_s: float | None, seed: int, seconds: float, folder: Path
+) -> HostSoak:
     transport.SILENT_S = SILENT_S
     Key.new().write(folder / "key")
     rng, faults = random.Random(seed), Counter[str]()
@@ -88,8 +96,11 @@ def _run(made: HostSoak, n_hosts: int, every_s: float | None, seed: int, folder:
     hosts = HostProcesses(folder, (port, *(each.port for each in between)), body)
     begun = (folder / "checkpoints").exists  # before, a lost host ends the run
     wait_for(lambda: begun() or hosts.has_ended(0), time.monotonic() + _STUCK_S)
-    while every_s is not None and not wait_for(
-        lambda: hosts.has_ended(0), time.monotonic() + every_s
+    until = time.monotonic() + seconds
+    while (
+        every_s is not None
+        and time.monotonic() < until
+        and not wait_for(lambda: hosts.has_ended(0), time.monotonic() + every_s)
     ):
         kind, host = rng.choice(KINDS), rng.randrange(1, n_hosts)
         faults[kind] += 1
@@ -97,7 +108,7 @@ def _run(made: HostSoak, n_hosts: int, every_s: float | None, seed: int, folder:
         if kind in LETHAL and not hosts.has_ended(0):
             wait_for(lambda which=host: hosts.has_ended(which), time.monotonic() + _STUCK_S)
             hosts.start(host)
-    made.statuses = [hosts.wait(0, time.monotonic() + _STUCK_S)]
+    made.statuses = [hosts.wait(0, time.monotonic() + 2 * seconds + _STUCK_S)]
     for host in range(1, n_hosts):
         wait_for(lambda which=host: hosts.has_ended(which), time.monotonic() + 20.0)
         hosts.signal(host, signal.SIGKILL)  # started again too late
