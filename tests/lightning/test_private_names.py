@@ -115,7 +115,7 @@ OTHERS = {
     "_forkserver", "_forkserver_address", "_fused_adam_", "_fused_adamw_",
     "_fused_sgd_", "_get_node", "_getframe", "_is_in_bad_fork", "_jsc", "_kwargs", "_mode", "_nnz",
     "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_post_accumulate_grad_hooks",
-    "_resource_sharer", "_run_exitfuncs", "_stop", "_trial_id", "_values",
+    "_resource_sharer", "_return_value", "_run_exitfuncs", "_stop", "_trial_id", "_values",
     "_worker_loop",
 }  # fmt: skip
 # Imported from modules of Lightning's by their private names.
