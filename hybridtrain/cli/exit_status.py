@@ -23,6 +23,7 @@ class CommandOutcome:
     exit: int = 0
     metric: float | None = None
     error: str | None = None
+    directory: str | None = None
 
 
 def interrupted(signum: int) -> CommandOutcome:

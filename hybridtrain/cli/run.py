@@ -75,7 +75,7 @@ from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.advice import advise
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
 from hybridtrain.training.scheme import usable_cores
-from hybridtrain.util.files import open_input, read_text, write_whole
+from hybridtrain.util.files import open_input, read_text, short, write_whole
 from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
@@ -295,7 +295,7 @@ def execute(cfg: DictConfig) -> CommandOutcome:
     if box and place_in(cfg).host == 0:
         ended, wall_s = outcome, time.perf_counter() - began
         outcome = guarded(lambda: _sum_up(cfg, box[0], ended, wall_s), overrides)
-    return outcome
+    return replace(outcome, directory=short(cfg.run_dir))
 
 
 def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) -> Parts:

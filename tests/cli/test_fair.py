@@ -69,7 +69,7 @@ def as_trained(
             history.add(row | {"train_loss": 1.0, "val/acc": value})
         content = {"exit": 0, "metrics": {str(cfg.task.metric): values[-1]}}
         (job.folder / "summary.json").write_text(json.dumps(content))
-        return CommandOutcome(metric=values[-1])
+        return CommandOutcome(metric=values[-1], directory=str(job.folder))
 
     monkeypatch.setattr(ProcessLauncher, "run", run)
     return began

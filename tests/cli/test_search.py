@@ -152,7 +152,7 @@ def test_two_sweeps_that_share_a_study_try_each_point_once(tmp_path: Path) -> No
     assert sorted(tried) == [("1", "1"), ("1", "2"), ("2", "1"), ("2", "2")]
 
 
-def test_a_report_is_no_metric_and_a_replaced_failure_is_none() -> None:
+def test_a_report_is_no_metric_and_a_replaced_failure_is_none(tmp_path: Path) -> None:
     study = optuna.create_study(direction="maximize")
     trial = study.ask({"lr": distributions.FloatDistribution(0, 1)})
     trial.report(-0.45, 0)
@@ -161,7 +161,7 @@ def test_a_report_is_no_metric_and_a_replaced_failure_is_none() -> None:
     assert study.trials[0].value == -0.45, "Optuna's own"
     runs = SearchRun.__new__(SearchRun)
     vars(runs)["_states"] = optuna.trial.TrialState
-    ends = [runs._ending(x) for x in study.trials]
+    ends = [runs._ending(x, tmp_path / str(x.number)) for x in study.trials]
     assert [(x.exit, x.metric) for x in ends] == [(0, None), (0, None)]
     assert [x.error for x in ends] == [f"{x} before the search went on" for x in ("pruned", "fail")]
     with redirect_stdout(StringIO()) as out:

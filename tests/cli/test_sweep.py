@@ -192,15 +192,11 @@ def test_one_bad_job_stops_the_sweep_before_any_has_started(
     assert result.out == ""
 
 
-def test_the_table_says_why_a_job_failed_and_hides_what_all_jobs_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("jobs/0").mkdir(parents=True)
-    ended = (CommandOutcome(metric=0.25), CommandOutcome(exit=1, error="boom"))
+def test_the_table_says_why_a_job_failed_and_hides_what_all_jobs_share() -> None:
+    ended = (CommandOutcome(metric=0.25, directory="a"), CommandOutcome(exit=1, error="boom"))
     rows = [(job(n, "task=x", f"lr={n + 1}"), outcome) for n, outcome in enumerate(ended)]
     lines = job_launcher.table(rows).splitlines()
-    assert lines[1].split() == ["0", "lr=1", "0.25", "jobs/0"]
+    assert lines[1].split() == ["0", "lr=1", "0.25", "a"]
     assert "failed (1): boom" in lines[2]
     assert "task=x" not in job_launcher.table(rows)
 

@@ -2,10 +2,9 @@
 
 Lightning's DDP, started inside a Hydra sweep, re-runs the whole command line in its children,
 leaves its process group and its environment variables to the next job, and then trains silently
-on fewer processes than asked for. Here a job is the command itself with the job's options, in a
-child process: forked where no GPU is present (half a second), a fresh interpreter where one is (a
-forked process cannot use CUDA once its parent has initialised it). The children never sweep, and no
-worker re-enters Hydra.
+on fewer processes than asked for. Here a job is a child process: forked where no GPU is present
+(0.1 s), a fresh interpreter where one is (a forked process cannot use CUDA once its parent has
+initialised it). The children never sweep, and no worker re-enters Hydra.
 
 After a failed job the sweep continues; the command's exit status is 1 at the end.
 """
@@ -223,8 +222,7 @@ def table(rows: Sequence[Row]) -> str:
     cells = [["job", "overrides", "metric", "where"]]
     for job, outcome in rows:
         own = " ".join(brief(x) for x in job.overrides if x not in common)
-        where = short(job.folder) if job.folder.exists() else "-"
-        cells.append([str(job.number), own, _verdict(outcome), where])
+        cells.append([str(job.number), own, _verdict(outcome), outcome.directory or "-"])
     widths = [max(len(line[i]) for line in cells) for i in range(3)]
     return "\n".join(
         "  ".join([*(x.ljust(w) for x, w in zip(line, widths, strict=False)), line[3]]).rstrip()

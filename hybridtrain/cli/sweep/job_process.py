@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
@@ -107,7 +107,8 @@ class JobProcess:
             said = file.read()
         outcome, code = CommandOutcome(**json.loads(said)) if said else None, self.code()
         if signals and (outcome is None or outcome.exit):
-            return interrupted(signals[0])
+            directory = None if outcome is None else outcome.directory
+            return replace(interrupted(signals[0]), directory=directory)
         if outcome is not None:
             return outcome
         how = f"ended with status {code} and no word"

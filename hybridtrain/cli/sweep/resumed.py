@@ -36,7 +36,7 @@ from hybridtrain.cli.resume import expanded as expanded_run
 from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.report.runs import CONFIG_FILE, SUMMARY_FILE, key_of, read_mapping, read_yaml
-from hybridtrain.util.files import write_whole
+from hybridtrain.util.files import short, write_whole
 from hybridtrain.util.option_types import is_number, misfit
 
 SWEEP_FILE = "sweep.json"
@@ -211,7 +211,7 @@ def kept(directory: Path, cfg: DictConfig) -> CommandOutcome | None:
         return None
     metrics = read_mapping(directory / SUMMARY_FILE, []).get("metrics", {})
     metric = metrics.get(cfg.task.metric) if isinstance(metrics, dict) else None
-    return CommandOutcome(metric=metric if is_number(metric) else None)
+    return CommandOutcome(metric=metric if is_number(metric) else None, directory=short(directory))
 
 
 def _check_same(directory: Path, cfg: DictConfig) -> None:

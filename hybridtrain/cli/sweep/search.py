@@ -455,7 +455,8 @@ class SearchRun:
     def run(self) -> None:
         """Run all jobs; raises SystemExit after a signal."""
         for trial in self._search.before:
-            self._launcher.note(self._job(trial), self._ending(trial))
+            job = self._job(trial)
+            self._launcher.note(job, self._ending(trial, job.folder))
         try:
             tells = self._shown is None
             self._launcher.run(self._jobs(), self._ended, self._listen, tells)
@@ -468,12 +469,12 @@ class SearchRun:
         overrides = [*self._fixed, *assignments(trial.params)]
         return self._launcher.job(overrides, trial.number, self._search.n_trials)
 
-    def _ending(self, trial: FrozenTrial) -> CommandOutcome:
+    def _ending(self, trial: FrozenTrial, folder: Path) -> CommandOutcome:
         """The outcome of a trial that was finished before the search went on."""
         done = trial.state == self._states.COMPLETE
         why = "" if done else f"{trial.state.name.lower()} before the search went on"
         # Another trial replaces one that had failed, which would else count for ever.
-        return CommandOutcome(0, _metric_of(trial), why or None)
+        return CommandOutcome(0, _metric_of(trial), why or None, short(folder))
 
     def _jobs(self) -> Iterator[Job]:
         from hybridtrain.cli.sweep.reports import Mailbox  # it imports Lightning
