@@ -255,17 +255,21 @@ class Claiming(Callback):
 
 
 def claim_or_refuse(directory: Path, key: str) -> None:
+    """:func:`claim_new`, within Hydra. Raises Refused."""
+    try:
+        claim_new(directory, key)
+    except UserError as error:
+        raise Refused(error) from None
+
+
+def claim_new(directory: Path, key: str) -> None:
     """Make the directory if necessary, and claim it.
 
     Raises:
-        Refused: if it cannot be made or written, or another run uses it.
+        UserError: if it cannot be made or written, or another run uses it.
     """
-    whole = directory.absolute()
-    _made.extend(x for x in (whole, *whole.parents) if not x.exists())
-    try:
-        check_directory(directory)
-        check_files(directory)
-        way_out = "end that run first, wait, or choose another directory"
-        claim(directory, f"{key}={directory}", way_out)
-    except UserError as error:
-        raise Refused(error) from None
+    _made.extend(x for x in (directory.absolute(), *directory.absolute().parents) if not x.exists())
+    check_directory(directory)
+    check_files(directory)
+    asked = f"{key}={directory}"
+    claim(directory, asked, "end that run first, wait, or choose another directory")

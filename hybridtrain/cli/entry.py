@@ -153,7 +153,7 @@ def _run(cfg: DictConfig, overrides: list[str]) -> CommandOutcome:
 
 def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
     print("\n" + job_launcher.table(job_launcher.ROWS), flush=True)
-    done = [ended for _, ended in job_launcher.ROWS if ended.exit == 0]
+    done = [row.outcome for row in job_launcher.ROWS if row.outcome.exit == 0]
     if done and all(each.metric is None and each.error is None for each in done):
         print("no metric to compare: name one that the module logs with task.metric=…", flush=True)
     page = job_launcher.leave_page(job_launcher.ROWS, job_launcher.DIRECTORY[0])

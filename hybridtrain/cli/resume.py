@@ -23,6 +23,7 @@ from hybridtrain.cli import config_values, hydra_config
 from hybridtrain.cli.claim import attempt, claim, release, started_by_a_run
 from hybridtrain.cli.config_values import ABSENT, changed_keys, placed, portable, quoted
 from hybridtrain.cli.further_host import place_in
+from hybridtrain.cli.sweep.job_process import is_job
 from hybridtrain.cli.validation.host_checks import check_files, check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.watchdog import to_stderr
@@ -77,13 +78,13 @@ def expanded(overrides: Sequence[str]) -> list[str]:
 def typed_values(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]] | None:
     """The overrides' texts and values by key; None: they are not to be expanded.
 
-    A rank of a run gets overrides that are expanded already.
+    A rank of a run, and a job of a sweep, get overrides that are expanded already.
     """
     try:
         parsed = config_values.parse(overrides)
     except Exception:  # Hydra reports it
         return None
-    if started_by_a_run():
+    if started_by_a_run() or is_job():
         return None
     values = {x.key_or_group: None if x.is_delete() else _value(x) for x in parsed}
     return dict(zip((x.key_or_group for x in parsed), overrides, strict=True)), values

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher
-from hybridtrain.cli.sweep.job_process import Job
+from hybridtrain.cli.sweep.side_by_side import Job
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report.fair import Goal
 from hybridtrain.report.history import History

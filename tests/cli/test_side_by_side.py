@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybridtrain.cli.sweep import side_by_side
-from hybridtrain.cli.sweep.job_process import ENVIRONMENT, Job
-from hybridtrain.cli.sweep.side_by_side import LEAST_BYTES, Room, memory_of
+from hybridtrain.cli.sweep.job_process import ENVIRONMENT
+from hybridtrain.cli.sweep.side_by_side import LEAST_BYTES, Job, Room, memory_of
 from hybridtrain.memory import limits
 from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary

@@ -11,14 +11,12 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from hybridtrain.cli import hydra_config
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher
 from hybridtrain.cli.sweep.fair import FairSweeper
-from hybridtrain.cli.sweep.job_launcher import ProcessLauncher, _endings
-from hybridtrain.cli.sweep.job_process import Job
+from hybridtrain.cli.sweep.job_launcher import JobRow, ProcessLauncher, _endings
 from hybridtrain.cli.sweep.search import OptunaSweeper
 from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary
@@ -128,18 +126,13 @@ def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
     ] == [2 * N] * n
 
 
-def job(number: int, *overrides: str) -> Job:
-    hydra = {"job": {"num": number}, "sweep": {"dir": "jobs", "subdir": str(number)}}
-    return Job(OmegaConf.create({"hydra": hydra}), overrides)
-
-
 def test_the_endings_of_jobs_are_json_whatever_their_errors_say() -> None:
     outcomes = [
         CommandOutcome(1, math.nan, "the loss is NaN"),
         CommandOutcome(0, math.inf),
         CommandOutcome(0, 0.5),
     ]
-    rows = [(job(n), outcome) for n, outcome in enumerate(outcomes)]
+    rows = [JobRow(n, [], outcome, Path(f"jobs/{n}")) for n, outcome in enumerate(outcomes)]
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -194,7 +187,10 @@ def test_one_bad_job_stops_the_sweep_before_any_has_started(
 
 def test_the_table_says_why_a_job_failed_and_hides_what_all_jobs_share() -> None:
     ended = (CommandOutcome(metric=0.25, directory="a"), CommandOutcome(exit=1, error="boom"))
-    rows = [(job(n, "task=x", f"lr={n + 1}"), outcome) for n, outcome in enumerate(ended)]
+    rows = [
+        job_launcher.JobRow(n, ["task=x", f"lr={n + 1}"], outcome, Path())
+        for n, outcome in enumerate(ended)
+    ]
     lines = job_launcher.table(rows).splitlines()
     assert lines[1].split() == ["0", "lr=1", "0.25", "a"]
     assert "failed (1): boom" in lines[2]

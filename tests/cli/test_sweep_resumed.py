@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,11 @@ from omegaconf import OmegaConf
 
 from hybridtrain.cli.claim import release_all
 from hybridtrain.cli.config_values import ABSENT, changed_keys, resuming
-from hybridtrain.cli.sweep import job_process, resumed
-from hybridtrain.cli.sweep.job_process import Job
+from hybridtrain.cli.sweep import resumed
 from hybridtrain.cli.sweep.resumed import Sweep
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import number
-from hybridtrain.report.runs import CONFIG_FILE, OVERRIDES_FILE
+from hybridtrain.report.runs import CONFIG_FILE
 from tests.cli.conftest import Command, in_use, summary
 from tests.cli.test_full_disk import UNSHARE
 from tests.cli.test_interrupt import _none_left
@@ -219,18 +218,9 @@ def test_lengths_are_compared_as_numbers() -> None:
         resumed._check_length({"seeds": "seeds=9"}, {"seeds": "seeds=10"})
 
 
-def test_a_job_goes_on_without_faults_and_begins_anew_where_it_had_not_begun(
-    tmp_path: Path,
-) -> None:
-    options = {"task": ["a=1"], "hydra": ["hydra.verbose=true", "hydra.sweep.dir=jobs"]}
-    hydra = {"job": {"num": 3}, "sweep": {"dir": "jobs", "subdir": "3"}, "overrides": options}
-    job = Job(OmegaConf.create({"hydra": hydra}), ("a=1",))
-    own = ["hydra.verbose=true", "hydra.mode=RUN", "hydra.job.num=3"]
-    assert job_process._arguments(job) == [*own, "a=1", "hydra.run.dir='jobs/3'"]
-    goes_on = job_process._arguments(replace(job, goes_on=True))
-    assert goes_on == [*own, "resume='jobs/3'", "faults=null"]
-    assert not resumed.has_begun(tmp_path)
-    for path in (tmp_path / CONFIG_FILE, tmp_path / OVERRIDES_FILE):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("")
-    assert not resumed.has_begun(tmp_path)
+@pytest.mark.parametrize(("faults", "own"), [("${faults}", False), ("[{at: 3}]", True)])
+def test_a_job_that_goes_on_does_not_break_again(faults: str, own: bool, tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).parent.mkdir()
+    (tmp_path / CONFIG_FILE).write_text(f"strategy:\n  faults: {faults}\n")
+    found = resumed.going_on(tmp_path)
+    assert "faults=null" in found and ("strategy.faults=null" in found) == own

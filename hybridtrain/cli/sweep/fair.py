@@ -26,8 +26,8 @@ from hybridtrain.cli import config_values, explain, hydra_config
 from hybridtrain.cli.config_values import assignments
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher, job_process
-from hybridtrain.cli.sweep.job_process import Job
 from hybridtrain.cli.sweep.search import JobSweeper, checked_job, combinations, space_of
+from hybridtrain.cli.sweep.side_by_side import Job
 from hybridtrain.cli.validation.config_checks import uses_optimizer
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report import fair, fair_page

@@ -18,7 +18,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,12 +28,12 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hybridtrain.cli.config_values import overrides_of
+from hybridtrain.cli.config_values import overrides_of, quoted
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.further_host import number_of_hosts
 from hybridtrain.cli.sweep import job_process, resumed
-from hybridtrain.cli.sweep.job_process import Job, JobProcess, JobResources
-from hybridtrain.cli.sweep.side_by_side import run_jobs
+from hybridtrain.cli.sweep.job_process import JobProcess, JobResources
+from hybridtrain.cli.sweep.side_by_side import Job, run_jobs
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
 from hybridtrain.errors import UserError
@@ -46,9 +46,18 @@ from hybridtrain.report.runs import JOBS_FILE, as_json, brief
 from hybridtrain.util.files import short
 from hybridtrain.util.option_types import Positive, typed
 
-Row = tuple[Job, CommandOutcome]  # of the table at the end of a sweep
 
-ROWS: list[Row] = []  # the jobs of this process' sweep; the command line prints them
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A row of the table at the end of a sweep; ``folder``: the job's directory."""
+
+    number: int
+    overrides: list[str]
+    outcome: CommandOutcome
+    folder: Path
+
+
+ROWS: list[JobRow] = []  # the jobs of this process' sweep; the command line prints them
 DIRECTORY: list[Path] = []  # of that sweep
 LAST_WORDS: list[str] = []  # printed below the table
 
@@ -76,6 +85,7 @@ class ProcessLauncher(Launcher):
     ) -> None:
         """Called by Hydra before the first launch."""
         self.hydra_context = hydra_context
+        self.task_function = task_function
         self.config = config
 
     def launch(
@@ -89,7 +99,7 @@ class ProcessLauncher(Launcher):
             for i, overrides in enumerate(job_overrides)
         ]
         outcomes = self.run_all(jobs)
-        return [_job_return(outcomes[job.number]) for job in jobs]
+        return [_job_return(job.config, outcomes[job.number]) for job in jobs]
 
     def run_all(
         self, jobs: Sequence[Job], seen: Callable[[CommandOutcome], None] = lambda outcome: None
@@ -118,29 +128,43 @@ class ProcessLauncher(Launcher):
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
 
-    def job(self, overrides: Sequence[str], number: int, total: int | None) -> Job:
-        """Compose the job with these overrides."""
+    def job(
+        self, overrides: Sequence[str], number: int, total: int | None, more: Sequence[str] = ()
+    ) -> Job:
+        """Compose the job with these overrides; ``more`` are not shown in tables."""
         if self.config.get("resume") is not None:  # the sweep's, not the job's
             overrides = [x for x in overrides if not x.startswith("resume=")]
+        config = self._composed(overrides, number)
+        if more:  # a directory that is named by the overrides is that of the job without these
+            place = quoted("hydra.sweep.subdir", config.hydra.sweep.subdir)
+            config = self._composed([*overrides, *more, place], number)
+        return Job(config, tuple(filter_overrides(overrides)), total)
+
+    def _composed(self, overrides: Sequence[str], number: int) -> DictConfig:
         loader = self.hydra_context.config_loader
         config: DictConfig = loader.load_sweep_config(self.config, [*overrides])
         with open_dict(config):
             config.hydra.job.id = f"job_{number}"
             config.hydra.job.num = number
-        return Job(config, tuple(filter_overrides(overrides)), total)
+        return config
 
     def left_of(self, jobs: Sequence[Job], outcomes: dict[int, CommandOutcome]) -> Iterator[Job]:
         """The jobs that have not finished before; adds to ``outcomes`` those that have."""
         if self.config.get("resume") is None:
             return iter(jobs)
+        left = []
         for job in jobs:
             before = resumed.kept(job.folder, without_hydra(job.config))
-            if before is not None:
+            if before is None:
+                left.append(job)
+            else:
                 outcomes[job.number] = before
                 self.note(job, before)
-        print(f"{len(outcomes)} of {len(jobs)} jobs have finished before", flush=True)
-        left = [job for job in jobs if job.number not in outcomes]
-        return (replace(job, goes_on=resumed.has_begun(job.folder)) for job in left)
+        print(f"{len(jobs) - len(left)} of {len(jobs)} jobs have finished before", flush=True)
+        return (
+            self.job(job.overrides, job.number, job.total, resumed.going_on(job.folder))
+            for job in left
+        )
 
     def run(
         self,
@@ -174,15 +198,17 @@ class ProcessLauncher(Launcher):
 
     def note(self, job: Job, outcome: CommandOutcome) -> None:
         """Add a row to the table."""
-        ROWS.append((job, outcome))
-        ROWS.sort(key=lambda row: row[0].number)
+        ROWS.append(JobRow(job.number, list(job.overrides), outcome, job.folder))
+        ROWS.sort(key=lambda row: row.number)
         DIRECTORY[:] = [Path(str(job.config.hydra.sweep.dir))]
 
     def _start(self, job: Job, using: JobResources) -> JobProcess:
-        if forks := self._forks():
-            decide_by_configuration(job.config)
-            import hybridtrain.cli.run  # noqa: F401  (torch and Lightning, once for all jobs)
-        return job_process.start(job, using, forks)
+        if not self._forks():
+            return job_process.start_fresh(job.config, using)
+        decide_by_configuration(job.config)
+        import hybridtrain.cli.run  # noqa: F401  (torch and Lightning, once for all jobs)
+
+        return job_process.start_forked(self.hydra_context, self.task_function, job.config, using)
 
     def _forks(self) -> bool:
         if self.start_method != "auto":
@@ -208,21 +234,26 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(config, [str(x) for x in config if x != "hydra"])
 
 
-def _job_return(outcome: CommandOutcome) -> JobReturn:
+def _job_return(job: DictConfig, outcome: CommandOutcome) -> JobReturn:
     """The job's result for the sweeper; the metric of a failed job is nan, so sweeps continue."""
-    result = JobReturn(status=JobStatus.COMPLETED)
+    result = JobReturn()
+    result.overrides = overrides_of(job.hydra)
+    result.cfg = without_hydra(job)
+    result.working_dir = str(Path.cwd())
+    result.task_name = str(job.hydra.job.name)
+    result.status = JobStatus.COMPLETED
     result.return_value = outcome.metric if outcome.exit == 0 else math.nan
     return result
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[JobRow]) -> str:
     """The jobs of a sweep as aligned text: overrides that differ, metric or error, directory."""
-    each = [set(job.overrides) for job, _ in rows]
-    common = set.intersection(*each) if len(rows) > 1 else set()
+    common = set(rows[0].overrides).intersection(*(x.overrides for x in rows))
+    common = common if len(rows) > 1 else set()
     cells = [["job", "overrides", "metric", "where"]]
-    for job, outcome in rows:
-        own = " ".join(brief(x) for x in job.overrides if x not in common)
-        cells.append([str(job.number), own, _verdict(outcome), outcome.directory or "-"])
+    for row in rows:
+        own = " ".join(brief(x) for x in row.overrides if x not in common)
+        cells.append([str(row.number), own, _verdict(row.outcome), row.outcome.directory or "-"])
     widths = [max(len(line[i]) for line in cells) for i in range(3)]
     return "\n".join(
         "  ".join([*(x.ljust(w) for x, w in zip(line, widths, strict=False)), line[3]]).rstrip()
@@ -257,7 +288,7 @@ def register(*kinds: type) -> None:
         plugins.register(kind)
 
 
-def leave_page(rows: Sequence[Row], directory: Path) -> str | None:
+def leave_page(rows: Sequence[JobRow], directory: Path) -> str | None:
     """Write the page that compares the jobs into the sweep's ``directory``; returns its path.
 
     An error here is one line on standard error: it does not change how the sweep ends.
@@ -273,7 +304,7 @@ def leave_page(rows: Sequence[Row], directory: Path) -> str | None:
     return short(directory / PAGE)
 
 
-def _endings(rows: Sequence[Row], directory: Path) -> str:
+def _endings(rows: Sequence[JobRow], directory: Path) -> str:
     """Exit status, error and metric of each job by folder, for jobs that left no summary."""
-    ended = {job.folder.relative_to(directory).as_posix(): asdict(x) for job, x in rows}
-    return as_json(ended)
+    endings = {row.folder.relative_to(directory).as_posix(): asdict(row.outcome) for row in rows}
+    return as_json(endings)

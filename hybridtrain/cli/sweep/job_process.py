@@ -10,7 +10,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import runpy
 import shlex
 import signal
 import subprocess
@@ -21,11 +20,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import run_job
+from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from hybridtrain.cli.config_values import overrides_of, quoted
-from hybridtrain.cli.exit_status import FAILED, CommandOutcome, interrupted
+from hybridtrain.cli.claim import claim_new, release_all
+from hybridtrain.cli.config_values import overrides_of
+from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interrupted
+from hybridtrain.cli.quiet import hush
 from hybridtrain.util.anonymous_files import anonymous_descriptor
 from hybridtrain.util.files import flush_output
 from hybridtrain.worlds.local.signals import ending_signals, restore
@@ -34,10 +36,6 @@ RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
 REPORTS = "HYBRIDTRAIN_REPORTS"  # the job's mailbox, if the sweep listens
 ENVIRONMENT: dict[str, str] = {}  # at the start of the command, before any job
 FLAGS: list[str] = []  # of the command line, such as --config-dir
-_OF_SWEEP = (  # options that its jobs do not get
-    *("hydra.mode", "hydra.run.", "hydra.sweep.", "hydra.launcher", "hydra/launcher"),
-    *("hydra.sweeper", "hydra/sweeper"),
-)
 
 
 def remember_environment() -> None:
@@ -47,41 +45,16 @@ def remember_environment() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A job as configured.
-
-    ``total``: of how many, None: not known; ``goes_on``: it has begun before; ``reports``: its
-    mailbox, if the sweep listens.
-    """
-
-    config: DictConfig
-    overrides: tuple[str, ...]
-    total: int | None = None
-    goes_on: bool = False
-    reports: str = ""
-
-    @property
-    def number(self) -> int:
-        """From 0, in the order of the sweep."""
-        return int(self.config.hydra.job.num)
-
-    @property
-    def folder(self) -> Path:
-        """The job's directory."""
-        return Path(str(self.config.hydra.sweep.dir)) / str(self.config.hydra.sweep.subdir)
-
-    def __str__(self) -> str:
-        of = "" if self.total is None else f" of {self.total}"
-        return f"--- job {self.number + 1}{of}"
-
-
-@dataclass(frozen=True, slots=True)
 class JobResources:
-    """Where a job runs: its cores and GPUs (empty: all), and the file that it prints to, if any."""
+    """Where a job runs: its cores and GPUs (empty: all), and the file that it prints to, if any.
+
+    ``reports``: its mailbox, if the sweep listens.
+    """
 
     cores: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
     output: Path | None = None
+    reports: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,63 +90,98 @@ class JobProcess:
         return CommandOutcome(exit=code or FAILED, error=f"its process {how}")
 
 
-def start(job: Job, resources: JobResources, forks: bool) -> JobProcess:
-    """Start a job: the same command with this job's overrides, in a process of its own.
-
-    ``forks``: in a forked child, which shares this process' imports; else in a fresh interpreter.
-    """
-    result = open(anonymous_descriptor(), "r+b")  # noqa: PTH123, SIM115  (it has no path)
-    environment = ENVIRONMENT | {RESULT: str(result.fileno()), PARENT: str(os.getpid())}
-    environment |= {REPORTS: job.reports} if job.reports else {}
-    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(resources.gpus)} if resources.gpus else {}
-    environment, arguments = environment | gpus, _arguments(job)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_on_cores(resources.cores))
-        output = resources.output and stack.enter_context(resources.output.open("ab"))
-        if forks:
-            fork = multiprocessing.get_context("fork")
-            forked = fork.Process(target=_forked_main, args=(arguments, environment, output))
-            flush_output()
-            with _blocked(ending_signals()):  # ours are not the child's
-                forked.start()
-            assert forked.pid is not None
-            _in_group(forked.pid)
-            return JobProcess(forked.pid, lambda: forked.exitcode, result)
-        streams: dict[str, Any] = {"stdout": output, "stderr": output}
-        child = subprocess.Popen(
-            [sys.executable, "-m", "hybridtrain", *arguments],
-            env=environment,
-            process_group=0,
-            pass_fds=(result.fileno(),),
-            **streams,
-        )
-        return JobProcess(child.pid, child.poll, result)
-
-
-@contextlib.contextmanager
-def _blocked(signals: Iterable[int]) -> Iterator[None]:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+def start_forked(
+    context: HydraContext, task: TaskFunction, config: DictConfig, resources: JobResources
+) -> JobProcess:
+    """Start the job in a forked child, which shares this process' imports."""
+    result = _result_file()
+    arguments = (result.fileno(), os.getpid(), context, task, config, resources)
+    child = multiprocessing.get_context("fork").Process(target=_forked_main, args=arguments)
+    flush_output()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())  # ours are not the child's
     try:
-        yield
+        with _on_cores(resources.cores):
+            child.start()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
+    assert child.pid is not None
+    _in_group(child.pid)
+    return JobProcess(child.pid, lambda: child.exitcode, result)
 
 
 def _forked_main(
-    arguments: list[str], environment: dict[str, str], output: BinaryIO | None
+    result: int,
+    parent: int,
+    context: HydraContext,
+    task: TaskFunction,
+    config: DictConfig,
+    resources: JobResources,
 ) -> None:
+    from hybridtrain.worlds.local.parent_death import die_with_parent
+
     _in_group(0)
+    die_with_parent(parent)
     for signum in ending_signals():
-        signal.signal(signum, signal.SIG_DFL)
+        default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+        signal.signal(signum, default)
     os.environ.clear()
-    os.environ.update(environment)
-    if output is not None:
-        for fd in {1, 2, *(x.fileno() for x in (sys.stdout, sys.stderr) if x is not None)}:
-            os.dup2(output.fileno(), fd)
-    GlobalHydra.instance().clear()  # the sweep's
+    os.environ.update(_environment(resources))
+    if resources.output is not None:
+        with resources.output.open("ab") as file:
+            for fd in {1, 2, *(x.fileno() for x in (sys.stdout, sys.stderr) if x is not None)}:
+                os.dup2(file.fileno(), fd)
+    hush()
+    overrides = overrides_of(config.hydra)
+    sys.argv = [sys.argv[0], *overrides]
+    outcome = guarded(lambda: _hydra_job(context, task, config), overrides)
+    release_all()
+    flush_output()
+    _leave(outcome, result)
+    sys.exit(outcome.exit)
+
+
+def _hydra_job(context: HydraContext, task: TaskFunction, config: DictConfig) -> CommandOutcome:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())  # one may have come since the fork
-    sys.argv[1:] = arguments
-    runpy.run_module("hybridtrain", run_name="__main__")  # it ends by SystemExit
+    claim_new(Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir), "hydra.run.dir")
+    done = run_job(
+        hydra_context=context,
+        task_function=task,
+        config=config,
+        job_dir_key="hydra.sweep.dir",
+        job_subdir_key="hydra.sweep.subdir",
+    )
+    outcome = done._return_value
+    if isinstance(outcome, BaseException):
+        raise outcome
+    assert isinstance(outcome, CommandOutcome)
+    return outcome
+
+
+def start_fresh(config: DictConfig, resources: JobResources) -> JobProcess:
+    """Start the job in a fresh interpreter: the same command with this job's overrides."""
+    directory = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
+    result = _result_file()
+    fd = result.fileno()
+    environment = _environment(resources) | {RESULT: str(fd), PARENT: str(os.getpid())}
+    command = _command(config, directory)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_on_cores(resources.cores))
+        output = resources.output and stack.enter_context(resources.output.open("ab"))
+        streams: dict[str, Any] = {"stdout": output, "stderr": output}
+        child = subprocess.Popen(
+            command, env=environment, process_group=0, pass_fds=(fd,), **streams
+        )
+    return JobProcess(child.pid, child.poll, result)
+
+
+def _result_file() -> BinaryIO:
+    return open(anonymous_descriptor(), "r+b")  # noqa: PTH123  (it has no path)
+
+
+def _environment(resources: JobResources) -> dict[str, str]:
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(resources.gpus)} if resources.gpus else {}
+    reports = {REPORTS: resources.reports} if resources.reports else {}
+    return ENVIRONMENT | gpus | reports
 
 
 @contextlib.contextmanager
@@ -190,14 +198,16 @@ def _on_cores(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _arguments(job: Job) -> list[str]:
-    """Of the command that runs a job, or goes on with it: what went wrong has been tried."""
-    given = job.config.hydra
-    kept = [x for x in given.overrides.hydra if not x.lstrip("+").startswith(_OF_SWEEP)]
-    own = [*FLAGS, *kept, "hydra.mode=RUN", f"hydra.job.num={job.number}"]
-    if job.goes_on:
-        return [*own, quoted("resume", job.folder), "faults=null"]
-    return [*own, *overrides_of(given), quoted("hydra.run.dir", job.folder)]
+def _command(config: DictConfig, directory: Path) -> list[str]:
+    mine = ("hydra.mode", "hydra.run.", "hydra.sweep.", "hydra.launcher", "hydra/launcher")
+    kept = [x for x in config.hydra.overrides.hydra if not x.lstrip("+").startswith(mine)]
+    kept = [x for x in kept if not x.startswith(("hydra.sweeper", "hydra/sweeper"))]
+    where = json.dumps(str(directory), ensure_ascii=False)
+    number = int(config.hydra.job.num)
+    return [
+        *(sys.executable, "-m", "hybridtrain", *FLAGS, *overrides_of(config.hydra), *kept),
+        *("hydra.mode=RUN", f"hydra.run.dir={where}", f"hydra.job.num={number}"),
+    ]
 
 
 def command_of(overrides: Sequence[str]) -> str:
@@ -206,13 +216,22 @@ def command_of(overrides: Sequence[str]) -> str:
 
 
 def report(outcome: CommandOutcome) -> None:
-    """In a job's process: send the outcome to the sweep."""
+    """In a fresh job process: send the outcome to the sweep."""
     if fd := ENVIRONMENT.get(RESULT):
-        os.write(int(fd), json.dumps(asdict(outcome)).encode())
+        _leave(outcome, int(fd))
+
+
+def _leave(outcome: CommandOutcome, fd: int) -> None:
+    os.write(fd, json.dumps(asdict(outcome)).encode())
+
+
+def is_job() -> bool:
+    """Whether this process is a job in a fresh interpreter, whose options a sweep has chosen."""
+    return RESULT in ENVIRONMENT
 
 
 def adopt() -> None:
-    """In a job's process: end with the sweep, and hide its variables from children."""
+    """In a fresh job process: end with the sweep, and hide its variables from children."""
     os.environ.pop(RESULT, None)
     if parent := os.environ.pop(PARENT, None):
         from hybridtrain.worlds.local.parent_death import die_with_parent

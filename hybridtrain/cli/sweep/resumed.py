@@ -24,9 +24,9 @@ from hybridtrain.cli.resume import (
     AUTO,
     FORMAT,
     LAST,
-    check_run,
-    configuration,
     has_finished,
+    newest_in,
+    newest_of_run,
     output_root,
     runs_below,
     shown_differences,
@@ -232,11 +232,24 @@ def _check_same(directory: Path, cfg: DictConfig) -> None:
         )
 
 
-def has_begun(directory: Path) -> bool:
-    """Whether the job can go on; else it begins anew."""
+def going_on(directory: Path) -> list[str]:
+    """Overrides with which the job continues, or begins if it has not yet."""
+    if not (directory / CONFIG_FILE).exists():
+        return ["resume=null"]
     try:
-        check_run(directory)
-        configuration(directory)
-    except UserError:  # it was killed, or had no room, while it began
+        path = newest_of_run(directory)
+    except UserError:  # its configuration is damaged, or has values that only the job knows
+        path = newest_in(directory)
+    name = path.name if path else "its beginning"
+    print(f"{directory} goes on from {name}", flush=True)
+    own = [] if path is None else [quoted("ckpt", path)]
+    own += ["strategy.faults=null"] if _has_own_faults(directory) else []
+    return [quoted("resume", directory), "faults=null", *own]  # what went wrong has been tried
+
+
+def _has_own_faults(directory: Path) -> bool:
+    try:
+        strategy = read_yaml(directory / CONFIG_FILE)["strategy"]
+        return isinstance(strategy["faults"], list)  # else ${faults}, or Lightning's have no such
+    except (UserError, LookupError, TypeError):
         return False
-    return True

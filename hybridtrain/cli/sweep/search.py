@@ -31,7 +31,7 @@ from hybridtrain.cli.config_values import assignments
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher, check_job
-from hybridtrain.cli.sweep.job_process import Job
+from hybridtrain.cli.sweep.side_by_side import Job
 from hybridtrain.cli.validation.host_checks import check_directory
 from hybridtrain.cli.validation.target_checks import check_scheme
 from hybridtrain.errors import Lost, UserError
@@ -465,9 +465,9 @@ class SearchRun:
         if self._winner() is None:
             raise Lost("no job of the search has returned a metric")
 
-    def _job(self, trial: FrozenTrial | Trial) -> Job:
+    def _job(self, trial: FrozenTrial | Trial, more: Sequence[str] = ()) -> Job:
         overrides = [*self._fixed, *assignments(trial.params)]
-        return self._launcher.job(overrides, trial.number, self._search.n_trials)
+        return self._launcher.job(overrides, trial.number, self._search.n_trials, more)
 
     def _ending(self, trial: FrozenTrial, folder: Path) -> CommandOutcome:
         """The outcome of a trial that was finished before the search went on."""
@@ -490,10 +490,11 @@ class SearchRun:
                 self._launcher.note(job, outcome)
                 continue
             self._trials[trial.number] = trial
+            more = resumed.going_on(job.folder) if has_begun else []
             self._show()
-            mailbox = self._mailboxes[trial.number] = Mailbox()
-            goes_on = has_begun and resumed.has_begun(job.folder)
-            yield replace(job, goes_on=goes_on, reports=mailbox.path)
+            made = self._job(trial, more) if more else job
+            self._mailboxes[trial.number] = Mailbox()
+            yield replace(made, reports=self._mailboxes[trial.number].path)
 
     def _listen(self, seconds: float) -> None:
         """Answer the jobs' reports, then wait."""

@@ -10,19 +10,44 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import DictConfig, ListConfig
 
 from hybridtrain.cli.exit_status import CommandOutcome
-from hybridtrain.cli.sweep.job_process import ENVIRONMENT, Job, JobProcess, JobResources, passing_on
+from hybridtrain.cli.sweep.job_process import ENVIRONMENT, JobProcess, JobResources, passing_on
 
 AtOnce = int | Literal["auto"]
 OUTPUT_FILE = "output.txt"
 PATIENCE_S = 30.0  # for jobs to save their checkpoints after Ctrl-C
 LEAST_BYTES = 2**30  # what a job is expected to need before one has been measured
 _LOOK_S, _MEASURE_S = 0.05, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as configured; ``total``: of how many, None: not known; ``reports``: its mailbox."""
+
+    config: DictConfig
+    overrides: tuple[str, ...]
+    total: int | None = None
+    reports: str = ""
+
+    @property
+    def number(self) -> int:
+        """From 0, in the order of the sweep."""
+        return int(self.config.hydra.job.num)
+
+    @property
+    def folder(self) -> Path:
+        """The job's directory."""
+        return Path(str(self.config.hydra.sweep.dir)) / str(self.config.hydra.sweep.subdir)
+
+    def __str__(self) -> str:
+        of = "" if self.total is None else f" of {self.total}"
+        return f"--- job {self.number + 1}{of}"
 
 
 Start = Callable[[Job, JobResources], JobProcess]
@@ -100,7 +125,7 @@ class Room:
     def take(self, job: Job, running: Collection[JobProcess]) -> JobResources | None:
         """A place for the job beside those that run; None: it has to wait."""
         if self._at_once == 1:
-            return None if running else JobResources()
+            return None if running else JobResources(reports=job.reports)
         n_gpus = _gpus_of(job.config, len(self._gpus))
         if self._at_once != "auto":
             if len(running) >= self._at_once:
@@ -114,7 +139,7 @@ class Room:
                 return None
         cores, gpus = _first(self._cores, n_cores), _first(self._gpus, n_gpus)
         job.folder.mkdir(parents=True, exist_ok=True)
-        return JobResources(cores, gpus, job.folder / OUTPUT_FILE)
+        return JobResources(cores, gpus, job.folder / OUTPUT_FILE, job.reports)
 
     def give_back(self, resources: JobResources) -> None:
         """The job there has ended."""
