@@ -177,7 +177,6 @@ def _published(place: HostPlace, port: int, key: bytes) -> AbstractContextManage
         with suppress(RuntimeError):  # the store has ended: so will torchrun
             store.set(_name(place), f"{said}\n{next(beats)}")
 
-    publish()
     return repeated(publish, _PAUSE_S)
 
 
