@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -169,27 +169,19 @@ def key_of(place: HostPlace, path: str | Path | None) -> Key:
 # restart count of its own. So host 0 publishes again and again, and a value counts once it changes.
 
 
-def _published(place: HostPlace, port: int, key: bytes) -> AbstractContextManager[None]:
-    store, beats = _store(place, PATIENCE_S), count()
+@contextmanager
+def _published(place: HostPlace, port: int, key: bytes) -> Iterator[None]:
+    store, over = _store(place, PATIENCE_S), Event()
     said = f"{address_towards(place)}\n{port}\n{key.hex()}"
 
     def publish() -> None:
         with suppress(RuntimeError):  # the store has ended: so will torchrun
-            store.set(_name(place), f"{said}\n{next(beats)}")
+            for beat in count():
+                store.set(_name(place), f"{said}\n{beat}")
+                if over.wait(_PAUSE_S):
+                    return
 
-    return repeated(publish, _PAUSE_S)
-
-
-@contextmanager
-def repeated(action: Callable[[], object], every_s: float) -> Iterator[None]:
-    """Do it again and again, in a thread, until the context ends."""
-    over = Event()
-
-    def repeat() -> None:
-        while not over.wait(every_s):
-            action()
-
-    thread = Thread(target=repeat, daemon=True)
+    thread = Thread(target=publish, name="publish key", daemon=True)
     thread.start()
     try:
         yield

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from hybridtrain.lightning.hosts.cluster import (
     bound_to,
     handed_over,
     key_of,
-    repeated,
     take_key,
 )
 from hybridtrain.lightning.results.worker_result import WorkerResult
@@ -238,6 +237,24 @@ def joined(
 
 
 @contextmanager
+def _news(text: str) -> Iterator[None]:
+    """Say it again and again until the context ends."""
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(_NEWS_S):
+            to_stderr(text)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def reached(
     place: HostPlace, path: str | Path | None, about: Mapping[str, Any], wait_s: float = PATIENCE_S
 ) -> Iterator[HostConnection]:
@@ -251,8 +268,7 @@ def reached(
         UserError: if host 0 does not come, or does not fit.
     """
     port = place.store_port or place.port
-    news = f"host {place.host} waits for host 0 at {place.address}, port {port}"
-    with repeated(partial(to_stderr, news), _NEWS_S):
+    with _news(f"host {place.host} waits for host 0 at {place.address}, port {port}"):
         meeting = take_key(place, path, wait_s)
         connection = dial(meeting.address, meeting.port, meeting.key, place.host, about, wait_s)
     try:
