@@ -30,8 +30,8 @@ class Data:
         if isinstance(given, np.integer):
             given = int(given)
         columns = _columns(given)
-        if columns is None and type(given) is not int and not _has_positions(given):
-            if not isinstance(given, Iterable):  # True is no number here
+        if columns is None and not _is_number(given) and not _has_positions(given):
+            if not isinstance(given, Iterable):
                 raise UserError(
                     f"data={shown(given)} was given; give arrays, a sequence, a data set or a "
                     "number of samples"
@@ -83,6 +83,10 @@ def _columns(given: Any) -> dict[Any, Any] | None:
 def _is_array(given: Any) -> bool:
     # The last two are scipy's and pandas'.
     return isinstance(given, _ARRAYS) or hasattr(given, "tocsr") or hasattr(given, "iloc")
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool)
 
 
 def _has_positions(given: Any) -> bool:

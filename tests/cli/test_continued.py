@@ -57,6 +57,14 @@ def test_a_validation_that_is_made_again_is_logged_once() -> None:
     assert found[5:] == [("3", "9.0", "", "")]
 
 
+def test_a_run_that_was_killed_before_it_wrote_rows_logs_those_of_its_rest(tmp_path: Path) -> None:
+    logger = CSVLogger("logs", name="", version="")
+    continue_logs([logger], [], 3)
+    logger.log_metrics({"val": 8.0}, step=2)
+    logger.save()
+    assert [(row["step"], row["val"]) for row in rows()] == [("2", "8.0")]
+
+
 def test_who_takes_over_the_log_of_another_process_knows_such_names() -> None:
     logged(2)
     other = CSVLogger("logs", name="", version="")

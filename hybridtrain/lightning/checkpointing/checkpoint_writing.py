@@ -125,7 +125,8 @@ class CheckpointWriting:
     def _prepare(self, callback: Any, trainer: Any) -> None:
         context = context_of(trainer)
         before(Point.CHECKPOINT_DECISION, callback, context.decide_on_checkpoint)
-        around(Point.CHECKPOINT_HOOKS, callback, save_whole_steps)
+        if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
+            around(Point.CHECKPOINT_HOOKS, callback, save_whole_steps)
         if not context.requirements.whole_rounds:
             count_all_updates(callback)
         writer = checkpoint_plugin(context)

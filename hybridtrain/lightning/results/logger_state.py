@@ -99,6 +99,8 @@ class _Reopened(ExperimentWriter):
 
 def _forget(path: Path, step: int, names: Iterable[str]) -> None:
     """Remove what the file has of these metrics at the step."""
+    if not path.is_file():  # the run was killed before it wrote any
+        return
     text = io.StringIO(path.read_text("utf-8", errors="replace"), newline="")
     reader, gone = csv.DictReader(text), set(names) - {"step", "epoch"}
     rows, found = list(reader), io.StringIO()

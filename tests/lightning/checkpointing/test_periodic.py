@@ -110,6 +110,22 @@ def test_none_is_written_between_accumulated_mini_batches(by: str, tmp_path: Pat
         assert {int(each) for each in done} <= {3, 6}
 
 
+class Counting(ModelCheckpoint):
+    """Counts mini-batches, and saves where Lightning would."""
+
+    def on_train_batch_end(self, trainer: Any, *about: Any) -> None:
+        super().on_train_batch_end(trainer, *about)
+        if trainer.is_global_zero:
+            with (Path(str(self.dirpath)) / "counted").open("a") as file:
+                file.write(".")
+
+
+def test_a_users_callback_that_saves_sees_accumulated_mini_batches(tmp_path: Path) -> None:
+    callback = Counting(tmp_path, every_n_train_steps=1)
+    fit("hybrid", 2, 4, **saving(callback), max_epochs=1, accumulate_grad_batches=3)
+    assert (tmp_path / "counted").read_text() == 6 * "."
+
+
 def test_one_device_and_ddp_may_use_it_too(tmp_path: Path) -> None:
     keep = PeriodicCheckpoint(tmp_path, every_updates=4, keep=100)
     fit("auto", 1, 8, **saving(keep), max_epochs=2)
