@@ -49,7 +49,6 @@ class Collectives:
 
     def __init__(self, client: Client, device: torch.device | None = None) -> None:
         self._client, self._device = client, device or torch.device("cpu")
-        self.n_workers = client.n_workers
         self.local = False
         self.samples = 1.0  # of this worker's mini-batch
         self.weight = 1.0  # of its gradient in the next step
@@ -62,6 +61,11 @@ class Collectives:
     def begin_batch(self, local: bool, samples: float, weight: float) -> None:
         """A mini-batch of so many samples begins; ``weight``: of its gradient in the next step."""
         self.local, self.samples, self.weight = local, samples, weight
+
+    @property
+    def n_workers(self) -> int:
+        """W."""
+        return self._client.n_workers
 
     def refusing(self, alone: str) -> AbstractContextManager[None]:
         """Let collectives raise, with ``alone`` as the reason."""
