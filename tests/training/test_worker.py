@@ -32,6 +32,7 @@ from hybridtrain.worlds.local.worker_exit import WorkerDied
 from hybridtrain.worlds.local.worker_main import _blas_libraries
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from tests.picking import by_default
+from tests.support.ends import wait_until
 
 X = np.random.default_rng(0).normal(size=(90, 4)).astype("f4")
 Y = X @ np.arange(4, dtype="f4")
@@ -336,6 +337,8 @@ def test_a_run_goes_on_from_a_file_as_from_the_run_before(strategy: str, tmp_pat
 
 def save_midway(worker: Worker, path: Path) -> None:
     for n, _ in enumerate(worker.batches()):
+        if worker.number == 1 and n == 2:  # else it may have all the others
+            wait_until(path.exists)
         worker.push({"w": np.ones(4, "f4"), "b": np.ones((), "f4")})
         if worker.number == 0 and n == 1:
             worker.save(path)

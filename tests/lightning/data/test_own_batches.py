@@ -23,6 +23,7 @@ from hybridtrain.errors import UserError
 from tests.lightning.failover.test_coming_back import Killed
 from tests.lightning.toys import Recorder, Regression, make_trainer, regression_data
 from tests.picking import by_default
+from tests.support.ends import wait_until
 
 SIZES = (3, 5, 2, 6, 4, 1, 7)  # of mini-batches
 N = sum(SIZES)
@@ -137,6 +138,19 @@ def test_every_sample_is_evaluated_and_predicted_once(make: Any) -> None:
     assert torch.equal(rows, regression_data(N).tensors[0].sort(0).values)
 
 
+class Waiting(Seen):
+    """Worker 1 lets worker 0 come to a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and batch_idx == 2:
+            wait_until(lambda: any(self.folder.glob("*.ckpt")))
+        return super().training_step(batch, batch_idx)
+
+
 def loader_of(make: Any) -> DataLoader[Any]:
     data = regression_data(N)
     given = {Sorted: [SequentialSampler(data)], OverData: [data]}.get(make, [])
@@ -155,7 +169,7 @@ def test_a_run_goes_on_in_the_midst_of_an_epoch(strategy: str, make: Any, tmp_pa
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     options: dict[str, Any] = {"max_epochs": 1}
     first = make_trainer(strategy, 2, callbacks=[keep], enable_checkpointing=True, **options)
-    first.fit(Seen(), loader_of(make))
+    first.fit(Waiting(tmp_path), loader_of(make))
     assert first.strategy.run_stats()["samples"] == N  # type: ignore[attr-defined]
     path = min(tmp_path.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
     begun = torch.load(path, weights_only=True)["hybridtrain"]["loaders"][0]
