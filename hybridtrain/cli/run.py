@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import logging
 import math
 import multiprocessing
@@ -68,14 +66,14 @@ from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher, purge_from
 from hybridtrain.lightning.hosts.agreement import compare_configuration
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0
 from hybridtrain.lightning.preflight.strategy_checks import check_free_running
-from hybridtrain.lightning.results.logger_state import keep_rows, let_write
+from hybridtrain.lightning.results.logger_state import Row, change_rows, keep_rows, let_write
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.advice import advise
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
 from hybridtrain.training.scheme import usable_cores
-from hybridtrain.util.files import open_input, read_text, short, write_whole
+from hybridtrain.util.files import open_input, short
 from hybridtrain.util.host_place import HostPlace
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
@@ -174,18 +172,12 @@ def continue_logs(loggers: Sequence[Logger], callbacks: Sequence[Callback], row:
 
 def _cut(path: Path, step: int) -> None:
     """Keep the rows with steps 0 to ``step`` - 1."""
-    try:
-        lines = io.StringIO(read_text(path, "the log", errors="replace"), newline="")
-        reader = csv.DictReader(lines)
-        rows, names = list(reader), reader.fieldnames or []
-    except (UserError, csv.Error):
-        return
-    kept = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < step]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(kept)
-    write_whole(path, text.getvalue().encode())
+
+    def kept(row: Row) -> Row | None:
+        at = row.get("step") or ""
+        return row if at.isdecimal() and int(at) < step else None
+
+    change_rows(path, kept)
 
 
 # ---- end a command: exit status after a signal, and no process left running ---------------------

@@ -65,6 +65,14 @@ def test_a_run_that_was_killed_before_it_wrote_rows_logs_those_of_its_rest(tmp_p
     assert [(row["step"], row["val"]) for row in rows()] == [("2", "8.0")]
 
 
+def test_a_log_that_cannot_be_read_stays_as_it_is() -> None:
+    logged(2)
+    file = Path("logs/metrics.csv")
+    file.write_text(damaged := file.read_text() + "x" * (csv.field_size_limit() + 1))
+    continue_logs([CSVLogger("logs", name="", version="")], [], 1)
+    assert file.read_text() == damaged
+
+
 def test_who_takes_over_the_log_of_another_process_knows_such_names() -> None:
     logged(2)
     other = CSVLogger("logs", name="", version="")

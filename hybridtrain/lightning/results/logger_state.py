@@ -23,10 +23,14 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 
+from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import WRITER, set_writer, writer_of
 from hybridtrain.lightning.results.callback_state import give_plain, plain_attributes
-from hybridtrain.util.files import write_whole
+from hybridtrain.util.files import read_text, write_whole
+
+Row = dict[str, Any]
+_OF_EVERY_ROW = {"step", "epoch"}
 
 
 def logger_states(trainer: Any) -> list[dict[str, Any]]:
@@ -99,20 +103,33 @@ class _Reopened(ExperimentWriter):
 
 def _forget(path: Path, step: int, names: Iterable[str]) -> None:
     """Remove what the file has of these metrics at the step."""
-    if not path.is_file():  # the run was killed before it wrote any
+    gone = set(names) - _OF_EVERY_ROW
+
+    def left(row: Row) -> Row | None:
+        if row.get("step") != str(step) or not any(row.get(name) for name in gone):
+            return row
+        rest = {name: "" if name in gone else value for name, value in row.items()}
+        return rest if any(rest[name] for name in rest.keys() - _OF_EVERY_ROW) else None
+
+    change_rows(path, left)
+
+
+def change_rows(path: Path, changed: Callable[[Row], Row | None]) -> None:
+    """Write the rows of a log again as ``changed`` gives them; ``None``: without that row.
+
+    A log that is missing or cannot be read stays as it is.
+    """
+    try:
+        lines = io.StringIO(read_text(path, "the log", errors="replace"), newline="")
+        reader = csv.DictReader(lines)
+        rows, names = list(reader), reader.fieldnames or []
+    except (UserError, csv.Error):
         return
-    text = io.StringIO(path.read_text("utf-8", errors="replace"), newline="")
-    reader, gone = csv.DictReader(text), set(names) - {"step", "epoch"}
-    rows, found = list(reader), io.StringIO()
-    writer = csv.DictWriter(found, reader.fieldnames or [], restval="", extrasaction="ignore")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore")
     writer.writeheader()
-    for row in rows:
-        left = {k: "" if k in gone else v for k, v in row.items()}
-        if row.get("step") != str(step) or left == row:
-            writer.writerow(row)
-        elif any(value for name, value in left.items() if name not in ("step", "epoch")):
-            writer.writerow(left)
-    write_whole(path, found.getvalue().encode())
+    writer.writerows(row for row in map(changed, rows) if row is not None)
+    write_whole(path, text.getvalue().encode())
 
 
 def _columns(path: Path) -> list[str]:
