@@ -309,9 +309,8 @@ class HostMemoryStrategy(ParallelStrategy):
 
     def saved_counts(self) -> dict[str, int]:
         """Updates and samples of this run in the checkpoint being written."""
-        if self._client is None:  # training is over
-            return self.run_stats()
-        return self.client.snapshot_counts or self.run_stats()  # without an optimizer: no snapshot
+        # Behind the training, and without an optimizer, there is no snapshot.
+        return (self._client and self._client.snapshot_counts) or self.run_stats()
 
     def remember_stats(self, stats: dict[str, Any]) -> None:
         """Keep the statistics of a run that has ended."""

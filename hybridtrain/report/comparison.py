@@ -93,7 +93,7 @@ def comparison(
 
 
 def sections_of(folder: Path) -> Iterator[Part]:
-    """What is said of the fair comparison, or the search, that this folder is of."""
+    """The sections about a fair comparison and a search, where the folder has their files."""
     for name, section in ((FAIR_FILE, fair_section), (SEARCH_FILE, search_section)):
         content = read_mapping(folder / name, [])
         try:

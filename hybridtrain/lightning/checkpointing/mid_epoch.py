@@ -531,11 +531,10 @@ class EpochEnds:
         due = not over and validation_is_due(self._trainer)
         if due and state is EpochState.RESUMED_IN_HOOK:
             validate_from_beginning(self._trainer)
-        if over or (loop.batch_progress.is_last_batch and not due):
-            self.begin_batch()
-            raise EpochIsOver
-        if not due:  # hooks of the mini-batch that begins may log
-            self.begin_batch()
+        if not due:
+            self.begin_batch()  # hooks of the mini-batch that begins may log
+            if over or loop.batch_progress.is_last_batch:
+                raise EpochIsOver
 
     def allow(self) -> None:
         """Let the resumed epoch end like any other."""
