@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -1074,8 +1075,9 @@ def test_too_few_samples_for_a_mini_batch_are_said(capfd: pytest.CaptureFixture[
     server = Server(weights(), optimizer=SGD)
     server.run(descend, data=3, batch_size=8, drop_last=True)
     assert "no mini-batch in 3 samples" in capfd.readouterr().err
-    server.run(descend, data=np.int64(8))
-    assert server.stats()["samples"] == 8
+    for number in (np.int64(8), IntEnum("Sizes", {"EIGHT": 8}).EIGHT):  # type: ignore[attr-defined]
+        server.run(descend, data=number)
+        assert server.stats()["samples"] == 8
 
 
 # ---- found by reading ---------------------------------------------------------------------------
