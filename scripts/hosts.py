@@ -8,6 +8,8 @@
 Needs the right to make network namespaces. Each host lives in one of its own, and all are joined by
 a bridge: with ``links=1gbit`` (100mbit, ...) a token bucket at both ends of each cable limits what
 it carries in each direction, under ``ddp`` (gloo) as under ``hybrid``; ``free`` limits nothing.
+With ``loopback`` there are no namespaces: all hosts share the loopback device, whose megabytes are
+those of all of them.
 ``hosts=2x2`` is two hosts with two workers each, one thread each. ``alone``: the same workers
 without any exchange. Columns: milliseconds of a step (median of the runs, least to largest), steps
 per second over those of ``ddp`` (median of the ratios of a round), megabytes that the busiest host
@@ -73,7 +75,7 @@ def seen() -> dict[str, float]:
     """The clock, and what has been used so far."""
     parent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     own = os.times()
-    cable = Path("/sys/class/net/e0/statistics")
+    cable = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics")
     counts = {way: int((cable / way).read_text()) for way in ("tx_bytes", "rx_bytes")}
     of_parent = sum(map(int, parent[11:13])) / os.sysconf("SC_CLK_TCK")
     return {"s": time.monotonic(), "cpu": own.user + own.system, "parent_cpu": of_parent, **counts}
@@ -112,7 +114,10 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def cables(n: int, rate: str) -> Iterator[list[str]]:
-    """``n`` namespaces with addresses 10.77.0.1, ..., joined by a bridge."""
+    """``n`` namespaces with addresses 10.77.0.1, ..., joined by a bridge; none on loopback."""
+    if rate == "loopback":
+        yield [""] * n
+        return
     tag = f"ht{os.getpid() % 10000}"
     names = [f"{tag}n{host}" for host in range(n)]
     bridge = f"{tag}b"
@@ -172,9 +177,10 @@ def summed(files: Sequence[Path], parents: bool) -> dict[str, float]:
 
 
 def _start(name: str, host: int, job: dict[str, Any]) -> subprocess.Popen[bytes]:
-    own = {"NODE_RANK": str(host), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT)}
-    own |= {"GLOO_SOCKET_IFNAME": "e0", "OMP_NUM_THREADS": "1", _JOB: json.dumps(job)}
-    line = ["ip", "netns", "exec", name, sys.executable, __file__]
+    address, device = ("10.77.0.1", "e0") if name else ("127.0.0.1", "lo")
+    own = {"NODE_RANK": str(host), "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
+    own |= {"GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1", _JOB: json.dumps(job)}
+    line = [*(["ip", "netns", "exec", name] if name else []), sys.executable, __file__]
     with (Path(job["file"]).parent / "log").open("ab") as log:
         return subprocess.Popen(
             line, env=os.environ | own, stdout=log, stderr=log, start_new_session=True

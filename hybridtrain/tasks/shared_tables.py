@@ -32,8 +32,10 @@ def is_installed() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def compiled(function: Function) -> Function:
+def compiled(function: Function, **more: Any) -> Function:
     """Compile with numba at the first call, cached on disk for the next process.
+
+    ``more``: of numba's ``njit``.
 
     Raises:
         UserError: if numba is not installed.
@@ -42,7 +44,7 @@ def compiled(function: Function) -> Function:
         import numba
     except ImportError as error:
         raise UserError(f"compiled steps need numba: {INSTALL}") from error
-    options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy", **more}
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError as error:  # no folder that can be written to
@@ -52,6 +54,11 @@ def compiled(function: Function) -> Function:
             stacklevel=2,
         )
         return numba.njit(**options)(function)
+
+
+def inlined(function: Function) -> Function:
+    """Compile as a part of its callers: a call counts the references to each array anew."""
+    return compiled(function, inline="always")
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

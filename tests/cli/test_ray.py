@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,8 @@ class OnHost1(TinyModule):
                 raise RuntimeError("this module fails on purpose")
             if self.how == "lose":
                 os.kill(_parent(os.getppid()), signal.SIGKILL)
+            if self.how == "wait":
+                time.sleep(LIMIT_S)  # until the node is lost
             seen = [x.read_bytes() for x in Path("/proc").glob("[0-9]*/cmdline") if x.exists()]
             (self.folder / "seen").write_bytes(b"\n".join(seen))
         return super().training_step(batch, batch_idx)
@@ -52,6 +55,13 @@ def _parent(pid: int) -> int:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """Its address; two nodes with two cores each."""
+    with nodes(n=2) as made:
+        yield made.address
+
+
+@contextmanager
+def nodes(n: int) -> Iterator[Any]:
+    """A cluster of ``n`` nodes with two cores each; several may be there at a time."""
     pytest.importorskip("ray", reason="needs Ray: pip install 'hybridtrain[ray]'")
     from ray.cluster_utils import Cluster
 
@@ -61,10 +71,26 @@ def cluster() -> Iterator[str]:
         patch.setenv("SLURM_NTASKS", "7")  # as if Ray were started by it
         patch.setenv("RAY_worker_niceness", "0")  # a busy machine would starve them
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-        made.add_node(num_cpus=2)
+        for _ in range(n - 1):
+            made.add_node(num_cpus=2)
         made.wait_for_nodes()
-        yield made.address
+        yield made
         made.shutdown()
+
+
+def _node_with(actor: int, made: Any) -> Any:
+    """The node whose raylet has started this process."""
+    parents = {_parent(actor)}
+    for node in made.list_all_nodes():
+        if parents & {each.process.pid for each in node.all_processes["raylet"]}:
+            return node
+    raise AssertionError(f"no node has started {actor}")
+
+
+def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not file.exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def started(cluster: str, folder: Path, *more: str, **model: Any) -> subprocess.Popen[str]:
@@ -272,11 +298,25 @@ def test_a_lost_host_comes_back(cluster: str, tmp_path: Path) -> None:
 
 
 @marked
+def test_a_host_of_a_lost_node_comes_back_on_another(tmp_path: Path) -> None:
+    """The whole node is killed, with Ray's own processes there; a third one has room."""
+    with nodes(n=2) as made:
+        process = started(made.address, tmp_path, "strategy.on_failure=restart", how="wait")
+        wait_for(tmp_path / "actor", process)
+        lost = _node_with(int((tmp_path / "actor").read_text()), made)
+        made.remove_node(lost, allow_graceful=False)
+        made.add_node(num_cpus=2)
+        status, said = ended(process)
+    assert status == 0, said
+    assert said.count("host 1 of 2: 1 worker, relay to ") == 2 and "is lost with its node" in said
+    assert summary(tmp_path / "run")["samples"] == 2 * N
+    assert_nothing_is_left()
+
+
+@marked
 def test_ctrl_c_ends_all_hosts_and_saves(cluster: str, tmp_path: Path) -> None:
     process = started(cluster, tmp_path, "trainer.max_epochs=100000")
-    until = time.monotonic() + LIMIT_S
-    while not (tmp_path / "seen").exists() and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for(tmp_path / "seen", process)
     process.send_signal(signal.SIGINT)
     status, said = ended(process)
     assert status == 128 + signal.SIGINT, said

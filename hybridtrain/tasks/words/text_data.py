@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import pytorch_lightning as pl
@@ -115,8 +115,7 @@ def alias_table(weights: NDArray[Any]) -> tuple[Floats, Ints]:
     return kept, other
 
 
-@dataclass(frozen=True)
-class Paths:
+class Paths(NamedTuple):
     """Paths of hierarchical softmax from the root to each word; frequent words have short ones.
 
     ``starts`` (V + 1,): where the path of each word begins in ``nodes`` (T,), the inner nodes that

@@ -23,7 +23,6 @@ from hybridtrain.util.option_types import Above0, Natural, NotNegative, Positive
 Architecture = Literal["skip_gram", "cbow"]
 Output = Literal["negative", "hierarchical"]
 _POWER = 0.75  # of the counts: how often a word is drawn
-_NO_PATHS = Paths(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int8))
 
 
 class Word2Vec(WordVectors):
@@ -69,7 +68,7 @@ class Word2Vec(WordVectors):
         self.architecture, self.output = architecture, output
         self.window, self.negative, self.sample = window, negative, sample
         self.rate, self.min_rate, self.seed = rate, min_rate, seed
-        self._paths = _NO_PATHS
+        self._paths: Paths | None = None
 
     def configure_model(self) -> None:
         """Inputs at random, outputs at 0, as soon as there are words."""
@@ -118,9 +117,8 @@ class Word2Vec(WordVectors):
 
         inputs, outputs = map(array, self._tables())
         rate = self.rate + (self.min_rate - self.rate) * self.progress()
-        paths = (self._paths.starts, self._paths.nodes, self._paths.turns)
         step = kernels.skip_gram if self.architecture == "skip_gram" else kernels.cbow
-        drawn = self._keep, (*self._draws, self.negative), paths, self.window
+        drawn = self._keep, (*self._draws, self.negative), self._paths, self.window
         loss, seen = step(inputs, outputs, numbers, *drawn, inputs.dtype.type(rate), seed)
         return loss / max(seen, 1)
 
@@ -167,13 +165,14 @@ class Word2Vec(WordVectors):
 
     def hierarchical(self, hidden: Tensor, words: Rows) -> Tensor:
         """Hierarchical softmax: mean over ``hidden`` (M, D) of the losses on the paths."""
-        starts = self._paths.starts
+        assert self._paths is not None, "on_fit_start has made them"
+        starts, all_nodes, all_turns = self._paths
         lengths = starts[words + 1] - starts[words]
         owner = np.repeat(np.arange(len(words)), lengths)
         offset = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         at = starts[words][owner] + offset
-        nodes = torch.from_numpy(self._paths.nodes[at].astype(np.int64)).to(self.device)
-        turns = torch.from_numpy(self._paths.turns[at].astype(np.float32)).to(self.device)
+        nodes = torch.from_numpy(all_nodes[at].astype(np.int64)).to(self.device)
+        turns = torch.from_numpy(all_turns[at].astype(np.float32)).to(self.device)
         whose = torch.from_numpy(owner).to(self.device)
         logits = (hidden[whose] * self.outputs(nodes)).sum(1)
         return F.softplus(torch.where(turns > 0, logits, -logits)).sum() / len(words)

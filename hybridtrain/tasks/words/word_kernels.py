@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from hybridtrain.tasks.shared_tables import compiled
+from hybridtrain.tasks.shared_tables import compiled, inlined
 
 _LOOKS_EVERY = 16  # predictions, of which one is looked at for the loss
 _FRACTION = 2.0**-24
@@ -53,7 +53,7 @@ def _fetch(typing: Any, table: Any, row: Any) -> Any:
 fetch: Any = intrinsic(_fetch)
 
 
-@compiled
+@inlined
 def _next(state: Any) -> Any:
     """Xorshift, 64 bits."""
     state ^= state << np.uint64(13)
@@ -69,21 +69,21 @@ def _seeded(seed: int) -> Any:
     return (state ^ (state >> np.uint64(27))) | np.uint64(1)
 
 
-@compiled
+@inlined
 def _uniform(state: Any) -> Any:
     """Of 24 bits, in [0, 1)."""
     return np.float32(state >> np.uint64(40)) * np.float32(_FRACTION)
 
 
-@compiled
+@inlined
 def _draw(state: Any, kept: Any, other: Any) -> Any:
-    """A row of the alias table; uses all bits."""
+    """A row of the alias table; uses all bits. A branch would be guessed wrong most of the time."""
     row = np.int64(((state >> np.uint64(32)) * np.uint64(len(kept))) >> np.uint64(32))
     low = np.float32(state & np.uint64(0xFFFFFF)) * np.float32(_FRACTION)
-    return row if low < kept[row] else np.int64(other[row])
+    return row + (np.int64(other[row]) - row) * np.int64(low >= kept[row])
 
 
-@compiled
+@inlined
 def step_towards(hidden: Any, error: Any, output: Any, label: Any, rate: Any) -> Any:
     """Predict ``label`` (0 or 1), step ``output``, add ``hidden``'s step to ``error``, (D,) each.
 
@@ -101,17 +101,17 @@ def step_towards(hidden: Any, error: Any, output: Any, label: Any, rate: Any) ->
     return logit
 
 
-@compiled
+@inlined
 def _targets(word: int, outputs: Any, draws: Any, paths: Any, ahead: Any, state: Any) -> Any:
     """Rows of ``outputs`` that predict ``word``, with labels: how many, and the random state.
 
-    ``draws``: rows and ``other``s of the alias table, how many; ``paths``: starts, nodes, turns; no
-    starts: negative sampling. ``ahead``: rows and labels that are filled in.
+    ``draws``: rows and ``other``s of the alias table, how many; ``paths``: starts, nodes, turns;
+    ``None``: negative sampling. ``ahead``: rows and labels that are filled in.
     """
     kept, other, negative = draws
-    starts, nodes, turns = paths
     rows, labels = ahead
-    if len(starts):
+    if paths is not None:
+        starts, nodes, turns = paths
         first = starts[word]
         n = starts[word + 1] - first
         for k in range(n):
@@ -131,7 +131,7 @@ def _targets(word: int, outputs: Any, draws: Any, paths: Any, ahead: Any, state:
     return n, state
 
 
-@compiled
+@inlined
 def _predict(
     hidden: Any, error: Any, outputs: Any, targets: Any, n: int, rate: Any, looks: bool
 ) -> Any:
@@ -151,20 +151,22 @@ def _predict(
 
 @compiled
 def _room(inputs: Any, draws: Any, paths: Any) -> Any:
-    """Rows and labels of as many predictions as a word has at most."""
-    most, starts = draws[2] + 1, paths[0]
-    for word in range(len(starts) - 1):
-        most = max(most, starts[word + 1] - starts[word])
-    return np.empty(most, np.int64), np.empty(most, inputs.dtype)
+    """Twice the rows and labels of as many predictions as a word has at most: (2, n) each."""
+    most = draws[2] + 1
+    if paths is not None:
+        starts = paths[0]
+        for word in range(len(starts) - 1):
+            most = max(most, starts[word + 1] - starts[word])
+    return np.empty((2, most), np.int64), np.empty((2, most), inputs.dtype)
 
 
-@compiled
+@inlined
 def _loss(logit: Any, label: Any) -> Any:
     signed = logit if label > 0 else -logit
     return np.log1p(np.exp(-abs(signed))) + max(-signed, 0.0)
 
 
-@compiled
+@inlined
 def _add(to: Any, step: Any) -> None:
     for k in range(len(step)):
         to[k] += step[k]
@@ -213,8 +215,8 @@ def skip_gram(
     """Each word predicts each of its neighbours; returns sum and number of the losses seen."""
     left, state = _thinned(numbers, keep, _seeded(seed))
     error = np.empty(inputs.shape[1], inputs.dtype)
-    now, ahead = _room(inputs, draws, paths), _room(inputs, draws, paths)
-    loss, seen, made = 0.0, 0, 0
+    rows, labels = _room(inputs, draws, paths)
+    loss, seen, made, now = 0.0, 0, 0, 0
     for at in range(len(left)):
         if left[at] < 0:
             continue
@@ -223,18 +225,21 @@ def skip_gram(
         if near > last:
             continue
         hidden = inputs[left[at]]
-        n, state = _targets(left[near], outputs, draws, paths, now, state)
+        targets = rows[now], labels[now]
+        n, state = _targets(left[near], outputs, draws, paths, targets, state)
         while near <= last:
             near += 1 + (near + 1 == at)
             following = 0
             if near <= last:
+                ahead = rows[1 - now], labels[1 - now]
                 following, state = _targets(left[near], outputs, draws, paths, ahead, state)
             looks = made % _LOOKS_EVERY == 0
-            loss += _predict(hidden, error, outputs, now, n, rate, looks)
+            targets = rows[now], labels[now]
+            loss += _predict(hidden, error, outputs, targets, n, rate, looks)
             _add(hidden, error)
             seen += looks
             made += 1
-            n, now, ahead = following, ahead, now
+            n, now = following, 1 - now
     return loss, seen
 
 
@@ -257,7 +262,8 @@ def cbow(
     left, state = _thinned(numbers, keep, _seeded(seed))
     one = inputs.dtype.type(1)
     hidden, error = np.empty(inputs.shape[1], inputs.dtype), np.empty(inputs.shape[1], inputs.dtype)
-    targets = _room(inputs, draws, paths)
+    rows, labels = _room(inputs, draws, paths)
+    targets = rows[0], labels[0]
     loss, seen, made = 0.0, 0, 0
     for at in range(len(left)):
         if left[at] < 0:

@@ -59,9 +59,8 @@ def test_compiled_steps_are_those_of_autograd(architecture: str, output: str) ->
     module = a_module(architecture, output)
     inputs, outputs = (table.detach().numpy().copy() for table in module._tables())
     step = kernels.skip_gram if architecture == "skip_gram" else kernels.cbow
-    paths = (module._paths.starts, module._paths.nodes, module._paths.turns)
     keep, rate = np.ones(V, np.float32), np.float64(0.3)
-    loss, seen = step(inputs, outputs, NUMBERS, keep, (*ALWAYS_8, 1), paths, 1, rate, 5)
+    loss, seen = step(inputs, outputs, NUMBERS, keep, (*ALWAYS_8, 1), module._paths, 1, rate, 5)
     first: list[float] = []
     for sources, word in predictions(architecture):
         rows = np.array(sources)
