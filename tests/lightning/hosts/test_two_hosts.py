@@ -360,6 +360,19 @@ def test_a_host_that_comes_later_takes_a_vacant_place(tmp_path: Path, choice: st
     assert_equal(hosts[0].result, hosts[1].result)
 
 
+def start_and_end(folder: Path, pids: Pids) -> None:
+    """Host 1 comes while training runs, and gets a SIGTERM once it trains."""
+    start_when_training(folder, pids)
+    kill_when_training(folder, 1, signal.SIGTERM, pids)
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_host_that_came_later_ends_both(tmp_path: Path) -> None:
+    body = partial(train, 2, 2, "async", (Slowly,), epochs=200, on_failure="restart", min_hosts=1)
+    hosts = run_hosts(tmp_path, body, meanwhile=partial(start_and_end, tmp_path), late=1)
+    assert [host.status for host in hosts] == [143] * 2, [host.said[-3000:] for host in hosts]
+
+
 class Counted(pl.Callback):
     """Worker 0 writes down how many steps each epoch has, and leaves host 1 the time to come."""
 
