@@ -107,10 +107,11 @@ class LocalStep(WorkerStep):
         ``invites``: workers that wait patiently hand over theirs, too.
         """
         while leaving is not None:
+            self.awaits = isinstance(leaving, Offer) and leaving.later
             if isinstance(leaving, Offer):
                 self._push(leaving, invites)
-                if leaving.later:
-                    return
+            if self.awaits:
+                return
             self._client.settle()
             fetched = isinstance(leaving, Await) or leaving.fetch
             leaving = self._local.take() if fetched else None
