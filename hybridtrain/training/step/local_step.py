@@ -133,6 +133,7 @@ class LocalStep(WorkerStep):
             loss=as_float(self._loss) if offer.loss is None else offer.loss,
             waited_s=0.0 if self._group is None else self._group.pop_waited_s(),
             fetch=offer.fetch,
+            step=self.count,
             later=offer.later,
             invites=invites,
         )
