@@ -174,6 +174,7 @@ class LocalStep(WorkerStep):
             "state": without_fetching(self.optimizer)["state"],
             "exchange": self._local.exchange.state(),
             "parameters": self._own.kept(self.numbers),
+            "used": self._used,
         }
         return own if self._means is None else {**own, "means": self._means.state()}
 
@@ -182,6 +183,7 @@ class LocalStep(WorkerStep):
             now = self.optimizer.state_dict()
             self.optimizer.load_state_dict(now | {"state": saved["state"]})
         self._local.exchange.load_state(saved["exchange"])
+        self._used = saved.get("used", 0.0)
         if self._means is not None and (since := saved.get("means")):
             self._means.load_state(since)
         if own := saved.get("parameters"):

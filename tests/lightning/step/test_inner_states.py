@@ -216,3 +216,15 @@ def test_a_search_for_a_learning_rate_leaves_nothing_behind(name: str, tmp_path:
         for each in ([], [search])
     ]
     assert torch.equal(*map(flat, found))
+
+
+@pytest.mark.parametrize(
+    "inside", ["hybrid", pytest.param({"name": "local_sgd", "every": 3}, marks=pytest.mark.slow)]
+)
+def test_a_group_that_goes_on_counts_all_samples_of_its_movement(
+    inside: Any, tmp_path: Path
+) -> None:
+    options = {"exchange": {"name": "movement", "every": 4}, "inside": inside}
+    fitted(tmp_path, options, max_epochs=1)
+    resumed = fitted(tmp_path / "on", options, ckpt=tmp_path / "step=2.ckpt", max_epochs=1)
+    assert resumed.trainer.strategy.run_stats()["samples"] == 48
