@@ -205,14 +205,19 @@ class Searches(LearningRateFinder):
             group["lr"] = 0.01
 
 
-@pytest.mark.parametrize("name", by_default([*SCHEMES, "gradients"], "diloco", "gradients"))
+SEARCHED: dict[str, dict[str, Any]] = {
+    **SCHEMES,
+    "gradients": {"exchange": {"name": "gradient", "compress": "topk"}},
+    "revision": {"update": {"name": "adaptive_revision", "lr": 0.05}},
+}
+
+
+@pytest.mark.parametrize("name", by_default(SEARCHED, "diloco", "gradients", "revision"))
 def test_a_search_for_a_learning_rate_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     """No momentum of the masters, no place between two exchanges, no error of an encoding."""
-    gradients = {"exchange": {"name": "gradient", "compress": "topk"}}
-    options = SCHEMES.get(name, gradients)
     search = Searches(1e-3, 0.05, 5, early_stop_threshold=None, update_attr=False)
     found = [
-        fitted(tmp_path, options, callbacks=each, max_epochs=1, default_root_dir=tmp_path)
+        fitted(tmp_path, SEARCHED[name], callbacks=each, max_epochs=1, default_root_dir=tmp_path)
         for each in ([], [search])
     ]
     assert torch.equal(*map(flat, found))
