@@ -27,8 +27,9 @@ class Accumulated(StepsOwnParameters, AccumulatedOptions, BriefRepr):
     """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``."""
 
     update: ClassVar[str] = "user"
-    remembers: ClassVar[tuple[str, ...]] = ("steps", "samples", "asked", "sums")
+    remembers: ClassVar[tuple[str, ...]] = ("steps", "since", "samples", "asked", "sums")
     _steps: int = field(default=0, init=False, repr=False)
+    _since: int = field(default=0, init=False, repr=False)  # steps since the last push and fetch
     _samples: float = field(default=0.0, init=False, repr=False)
     _asked: bool = field(default=False, init=False, repr=False)  # a fetch is under way
     _awaits: bool = field(default=False, init=False, repr=False)  # in the middle of a step ...
@@ -67,7 +68,7 @@ class Accumulated(StepsOwnParameters, AccumulatedOptions, BriefRepr):
         if has_data:
             local.step()
         pushes, fetches = self._steps % self.n_push == 0, (self._steps + 1) % self.n_fetch == 0
-        self._steps += 1
+        self._steps, self._since = self._steps + 1, self._since + 1
         self._asked = fetches and self.fetch is not None
         if pushes:
             return self._handed_over(local, fetches, self._asked)
@@ -85,9 +86,12 @@ class Accumulated(StepsOwnParameters, AccumulatedOptions, BriefRepr):
     def flush(self, local: Local) -> Leaving:
         if self._asked:
             return Await()
-        return self._handed_over(local, fetches=True, later=False) if self._sums else None
+        # In lock-step also without a sample since the last push: all go on from the same masters.
+        owes = self._since if local.fresh else self._sums
+        return self._handed_over(local, fetches=True, later=False) if owes else None
 
     def _handed_over(self, local: Local, fetches: bool, later: bool) -> Offer:
         values = [self._sums.get(number) for number in range(len(local.parameters))]
         samples, self._sums, self._samples = self._samples, {}, 0.0
+        self._since = 0 if fetches else self._since
         return replace(self.compressor.offer(values, samples, fetches), later=later)

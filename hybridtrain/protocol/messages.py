@@ -180,11 +180,12 @@ class GradientPush(Push):
 class ExchangePush(Push):
     """The row holds values of an exchange whose workers step their own parameters.
 
-    ``fetch``: the release brings the newest parameters. ``later``: the worker computes until it
-    needs the release. ``invites``: workers that wait patiently push what they have, too.
+    ``fetch``: the release brings the newest parameters. ``step``: the worker's last one. ``later``:
+    it computes until it needs the release. ``invites``: workers that wait patiently push, too.
     """
 
     fetch: bool = True
+    step: int = 0
     later: bool = False
     invites: bool = False
 
@@ -280,10 +281,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Request the optimizers' states, in the file ``place`` if given.
-
-    ``refresh``: update the worker's parameters to the same version.
-    """
+    """Request the optimizers' states, in the file ``place`` if given; ``refresh``: update the
+    worker's parameters to the same version."""
 
     refresh: bool = True
     place: str = ""

@@ -85,6 +85,14 @@ def objection(
     if (reason := optimizers.objection(worker, push)) is not None or not others:
         return reason
     first, pushed = next(iter(others.items()))  # the others agree among themselves
+    behind, theirs = getattr(push, "step", 0), getattr(pushed, "step", 0)
+    if behind != theirs:
+        return (
+            f"worker {worker} hands over behind its step {behind}, worker {first} behind step "
+            f"{theirs}; in lock-step all do so behind the same one: where a learning rate that "
+            "falls decides (at: first_decay), it must fall in the same step of all workers (log "
+            "what ReduceLROnPlateau monitors with sync_dist=True)"
+        )
     if optimizers.members(first, pushed) == optimizers.members(worker, push):
         return None
     return (

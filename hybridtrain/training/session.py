@@ -202,6 +202,10 @@ class WorkerSession:
         joins = self._client.joins
         if self.buffers is not None and not joins:
             self.buffers.keep(version)
+        if self.has_own_parameters:  # those of a search for a learning rate remember its steps
+            self.steps = []
+        if self.replica.encoder is not None:
+            self.replica.encoder.forget()
         numbers = self._install_optimizers(version, last)
         if self.buffers is not None and joins:  # it has those of a worker in the middle of a step
             self.buffers.put_back(version)

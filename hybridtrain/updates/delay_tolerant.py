@@ -94,6 +94,8 @@ class AdaptiveRevision(_FromInitial):
             if not state:
                 state["z"] = torch.full_like(parameter, group["initial"])
                 state["largest"], state["sum"] = state["z"].clone(), torch.zeros_like(parameter)
+                for known in self._read.values():  # sums of a state that user code has replaced
+                    known.pop(parameter, None)
             missed = self._missed(worker, parameter, state["sum"])
             before = state["largest"].sqrt()
             state["z"].addcmul_(gradient, gradient)

@@ -42,6 +42,10 @@ class RowEncoder:
         self._front[: len(encoded)].copy_(encoded)
         return len(encoded)
 
+    def forget(self) -> None:
+        """Begin with nothing left out."""
+        self._compressor.load_state({})
+
     def state(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
         """Residuals of these parameters (values not sent so far), 1-D, by slot number."""
         return {n: left for n, left in self._compressor.state().items() if n in numbers}

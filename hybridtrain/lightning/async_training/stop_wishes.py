@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridtrain.lightning.hooks.loop_hooks import has_trained_epoch, may_stop_early
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
 
 
@@ -40,6 +41,10 @@ class Stopping:
         self._told &= self._trainer.should_stop  # or another training has begun
         client, stop = self._client, self._client.stop
         if stop is None or stop.behind is None or client.solo or client.version < stop.behind:
+            return
+        session = context_of(self._trainer).session
+        # When an answer comes goes by clocks; in which step it is taken over does not.
+        if session is not None and any(step.awaits for step in session.steps):
             return
         if may_stop_early(self._trainer):
             self._trainer.should_stop = self._told = True

@@ -467,5 +467,6 @@ class TextData(pl.LightningDataModule):
 
     def teardown(self, stage: str | None = None) -> None:
         """Remove the numbers; processes that have mapped them keep them."""
-        if stage == "fit" and self.trainer is not None and self.trainer.is_global_zero:
+        trainer = self.trainer
+        if stage == "fit" and trainer and (trainer.is_global_zero or trainer.local_rank == 0):
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -107,10 +107,11 @@ class LocalStep(WorkerStep):
         ``invites``: workers that wait patiently hand over theirs, too.
         """
         while leaving is not None:
+            self.awaits = isinstance(leaving, Offer) and leaving.later
             if isinstance(leaving, Offer):
                 self._push(leaving, invites)
-                if leaving.later:
-                    return
+            if self.awaits:
+                return
             self._client.settle()
             fetched = isinstance(leaving, Await) or leaving.fetch
             leaving = self._local.take() if fetched else None
@@ -132,6 +133,7 @@ class LocalStep(WorkerStep):
             loss=as_float(self._loss) if offer.loss is None else offer.loss,
             waited_s=0.0 if self._group is None else self._group.pop_waited_s(),
             fetch=offer.fetch,
+            step=self.count,
             later=offer.later,
             invites=invites,
         )
@@ -172,6 +174,7 @@ class LocalStep(WorkerStep):
             "state": without_fetching(self.optimizer)["state"],
             "exchange": self._local.exchange.state(),
             "parameters": self._own.kept(self.numbers),
+            "used": self._used,
         }
         return own if self._means is None else {**own, "means": self._means.state()}
 
@@ -180,6 +183,7 @@ class LocalStep(WorkerStep):
             now = self.optimizer.state_dict()
             self.optimizer.load_state_dict(now | {"state": saved["state"]})
         self._local.exchange.load_state(saved["exchange"])
+        self._used = saved.get("used", 0.0)
         if self._means is not None and (since := saved.get("means")):
             self._means.load_state(since)
         if own := saved.get("parameters"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -57,6 +58,24 @@ def test_in_lock_step_all_stop_behind_the_same_step(stops: Stops, steps: int) ->
     assert trainer.global_step == steps and trainer.should_stop
     assert trainer.strategy.run_stats()["samples"] == 24 * steps
     assert int(data.counts.max()) == 1
+
+
+class StopsSlowly(Stops):
+    """Worker 1 is slow: the answer to what it has handed over is there when its step ends."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+        super().on_train_batch_end(trainer, *rest)
+        time.sleep(0.1 * trainer.global_rank)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_while_a_fragment_travels_all_stop_behind_the_same_step(at: int) -> None:
+    exchange = {"name": "streaming", "every": 6, "fragments": 2, "overlap": 2}
+    strategy = HybridStrategy("hybrid", exchange=exchange)
+    trainer = make_trainer(strategy, 2, callbacks=[StopsSlowly(at, 1)])
+    trainer.fit(Regression(), DataLoader(regression_data(240), 8))
+    one, other = strategy.run_stats()["samples_per_worker"]
+    assert one == other == 8 * trainer.global_step < 120
 
 
 def test_a_wish_counts_when_training_may_end() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -194,3 +194,42 @@ def test_a_group_goes_on_with_more_workers_between_two_of_its_means(tmp_path: Pa
     fitted(tmp_path, options, max_epochs=1)
     more = fitted(tmp_path, options, workers=3, ckpt=tmp_path / "step=2.ckpt", max_epochs=1)
     assert bool(flat(more).isfinite().all())
+
+
+class Searches(LearningRateFinder):
+    """Leaves the rate as it was."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.lr_find(trainer, pl_module)
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.01
+
+
+SEARCHED: dict[str, dict[str, Any]] = {
+    **SCHEMES,
+    "gradients": {"exchange": {"name": "gradient", "compress": "topk"}},
+    "revision": {"update": {"name": "adaptive_revision", "lr": 0.05}},
+}
+
+
+@pytest.mark.parametrize("name", by_default(SEARCHED, "diloco", "gradients", "revision"))
+def test_a_search_for_a_learning_rate_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
+    """No momentum of the masters, no place between two exchanges, no error of an encoding."""
+    search = Searches(1e-3, 0.05, 5, early_stop_threshold=None, update_attr=False)
+    found = [
+        fitted(tmp_path, SEARCHED[name], callbacks=each, max_epochs=1, default_root_dir=tmp_path)
+        for each in ([], [search])
+    ]
+    assert torch.equal(*map(flat, found))
+
+
+@pytest.mark.parametrize(
+    "inside", ["hybrid", pytest.param({"name": "local_sgd", "every": 3}, marks=pytest.mark.slow)]
+)
+def test_a_group_that_goes_on_counts_all_samples_of_its_movement(
+    inside: Any, tmp_path: Path
+) -> None:
+    options = {"exchange": {"name": "movement", "every": 4}, "inside": inside}
+    fitted(tmp_path, options, max_epochs=1)
+    resumed = fitted(tmp_path / "on", options, ckpt=tmp_path / "step=2.ckpt", max_epochs=1)
+    assert resumed.trainer.strategy.run_stats()["samples"] == 48

@@ -16,7 +16,14 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.loop_hooks import logged_step
 from hybridtrain.protocol.spans import shares_of
-from tests.lightning.toys import Manual, Recorder, Regression, make_trainer, regression_data
+from tests.lightning.toys import (
+    Manual,
+    Recorder,
+    Regression,
+    flat,
+    make_trainer,
+    regression_data,
+)
 from tests.picking import by_default
 
 SIZE, N = 4, 44  # of a mini-batch; of three workers the last one has fewer samples at the end
@@ -132,6 +139,25 @@ def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(
             loss_of(expected, batch).backward()
             optimizer.step()
     check_equal(module, expected)
+
+
+class Alike(Regression):
+    """All workers begin an epoch with the same parameters."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            assert torch.equal(flat(self), self.trainer.strategy.broadcast(flat(self)))
+
+
+@pytest.mark.parametrize("samples", [40, 41])  # the last step is a push; has one worker's sample
+def test_in_lock_step_all_go_on_from_the_masters_behind_an_epoch(
+    samples: int, tmp_path: Path
+) -> None:
+    exchange = {"name": "accumulated", "n_push": 4, "n_fetch": 4}
+    strategy = HybridStrategy("hybrid", exchange=exchange)
+    trainer = make_trainer(strategy, 2, max_epochs=3, default_root_dir=tmp_path)
+    trainer.fit(Alike(), DataLoader(regression_data(samples), SIZE))
+    assert strategy.run_stats()["samples"] == 3 * samples
 
 
 class Late(Regression):

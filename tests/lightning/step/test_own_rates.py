@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.errors import UserError
 from tests.lightning.toys import make_trainer
 
 N = 24
@@ -67,3 +68,20 @@ def test_the_rate_of_worker_0_is_applied(
     assert len(module.rates) == 4 * N // 4
     assert len({*module.rates}) == 1 if others else len({*module.rates}) > 1
     assert float(module.w) == pytest.approx(-sum(module.rates), rel=1e-5)
+
+
+class Falls(Drops):
+    """As ``Drops``, under automatic optimization alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.w.sum() + 0 * self.idle.sum() + 0 * batch[0].sum()
+
+
+def test_a_rate_that_falls_in_one_worker_cannot_say_when_all_exchange() -> None:
+    """Their movements would be of different steps."""
+    every = {"then": 4, "at": "first_decay"}
+    strategy = HybridStrategy("hybrid", exchange={"name": "movement", "every": every})
+    trainer = make_trainer(strategy, 2, max_epochs=4)
+    data = DataLoader(TensorDataset(torch.zeros(2 * N, 1)), 4)
+    with pytest.raises(UserError, match=r"behind its step \d+, worker \d behind .*sync_dist=True"):
+        trainer.fit(Falls(True, False), data, DataLoader(TensorDataset(torch.zeros(6, 1)), 1))

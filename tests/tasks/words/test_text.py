@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from hybridtrain.tasks.words.text_data import (
     shipped,
 )
 from hybridtrain.tasks.words.word2vec import Word2Vec, bags, neighbours, thinned
-from tests.tasks.words.made import train
+from tests.support.several_hosts import run_hosts
+from tests.tasks.words.made import train, write_text
 
 
 def lines_of(text: TextFiles) -> list[list[str]]:
@@ -183,3 +185,16 @@ def test_frequent_words_are_thinned_out() -> None:
     left = thinned(numbers, np.array([0.3, 1.0], dtype=np.float32), np.random.default_rng(0))
     counts = np.bincount(left + 1)
     assert counts[0] == counts[2] == 5000 and counts[1] == pytest.approx(1500, abs=100)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="hosts are forked processes")
+def test_numbers_are_removed_on_each_host(tmp_path: Path) -> None:
+    file = write_text(tmp_path / "text.txt")
+
+    def body() -> list[str]:
+        options = {"default_root_dir": Path.cwd(), "num_nodes": 2, "max_epochs": 1}
+        train(Word2Vec(8), file, "hybrid", 1, **options)
+        return [path.name for path in Path.cwd().rglob("text-numbers*")]
+
+    hosts = run_hosts(tmp_path, body)
+    assert [(host.status, host.result) for host in hosts] == [(0, [])] * 2, hosts[1].said
