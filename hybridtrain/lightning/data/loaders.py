@@ -332,8 +332,9 @@ class Loaders:
             self._former, self._n_owed, self._before = self._committed, 0, None
             if owes:
                 self._before = logged_step(self._trainer), Schedules.of(self._trainer)
-        self._n_owed += owes
-        self._committed, self._owes = (self.position.epoch, ready), owes
+        place = self.position.epoch, ready
+        self._n_owed += owes and place != self._committed  # without data it may come twice
+        self._committed, self._owes = place, owes
 
     def settle(self) -> None:
         """The masters have all steps."""
