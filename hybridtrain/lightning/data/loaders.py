@@ -234,10 +234,7 @@ class Loaders:
                 "whose losses no line search can compare; leave it out"
             )
         if hasattr(dataloader, "load_state_dict") and resumed is not None:
-            if self._requirements.data == "shares":
-                resumed = None  # the loader finds its own place
-            else:  # worker 0's place in the queue is not another's
-                forget_places(self._trainer)
+            forget_places(self._trainer)  # worker 0's, perhaps beyond what is done
         begun = resumed.begun(number, plan) if resumed else None
         self._tell(number, dataloader.dataset)
         kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
