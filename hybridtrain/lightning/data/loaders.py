@@ -453,8 +453,11 @@ class Loaders:
         deal(checkpoint, 0 if alike else client.worker, client.n_workers, limit, every)
 
     def set_epochs(self) -> None:
-        """Counters are restored: set the epoch of loaders that were made before."""
-        epoch = self.position.epoch
+        """Counters are restored: set the epochs of loaders that were made before."""
+        epoch, every = self.position.epoch, self._trainer.reload_dataloaders_every_n_epochs
+        if every and self.position.resumed is not None:  # made anew when those of a whole run are
+            _, validation = reload_epochs(self._trainer)
+            set_reload_epochs(self._trainer, epoch - epoch % every, validation)
         late = [sampler for sampler in self.samplers if sampler.epoch != epoch]
         for sampler in late:
             sampler.set_epoch(epoch)

@@ -134,6 +134,15 @@ def test_what_is_loaded_ahead_but_beyond_a_limit_is_not_left(tmp_path: Path) -> 
     assert_same(resumed, whole)
 
 
+def test_loaders_are_made_anew_in_the_epochs_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """Each time a random number is drawn."""
+    options = {"reload_dataloaders_every_n_epochs": 2, "validation": 0}
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
+    whole = run(tmp_path / "whole", Noisy, callbacks=[keep], **options)  # type: ignore[arg-type]
+    resumed = run(tmp_path / "resumed", Noisy, tmp_path / "step=8.ckpt", **options)  # type: ignore[arg-type]
+    assert_same(resumed, whole)
+
+
 class Validating(Noisy):
     """The worker fails in its mini-batch ``when`` of the first validation."""
 
