@@ -66,6 +66,7 @@ DEFINED_IN = {
     "_signal_connector": f"{TRAINER}.trainer",
     "_slurm_sigusr_handler_fn": f"{TRAINER}.connectors.signal_connector",
     "_start_method": "pytorch_lightning.strategies.ddp",
+    "_swap_models": "pytorch_lightning.callbacks.weight_averaging",
     "_teardown": f"{TRAINER}.trainer",
     "_update_attr": "pytorch_lightning.callbacks.lr_finder",
     "_update_count": "torchmetrics.metric",

@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning import LightningModule
+from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from hybridtrain.errors import UserError
@@ -23,6 +24,7 @@ from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import (
     checkpoint_plugin,
     saves_as_lightning,
+    swap_weights,
     uploads_checkpoints,
 )
 from hybridtrain.lightning.results.logger_state import let_write
@@ -44,6 +46,7 @@ class CheckpointWriting:
     unsaved: Unsaved = field(default_factory=Unsaved)
     broken_since_s: float | None = None
     _prepared: list[ModelCheckpoint] = field(default_factory=list, repr=False)
+    _swapping: list[Swapping] = field(default_factory=list, repr=False)
 
     @contextmanager
     def listening(self, trainer: Any) -> Iterator[None]:
@@ -116,11 +119,24 @@ class CheckpointWriting:
             self.prepare(trainer)
 
     def prepare(self, trainer: Any) -> None:
-        """Change callbacks that save; called again after ``configure_callbacks``."""
+        """Change callbacks that save, and watch those that average weights.
+
+        Called again after ``configure_callbacks``.
+        """
         for callback in checkpoints_of(trainer):
             if callback not in self._prepared:
                 self._prepared.append(callback)
                 self._prepare(callback, trainer)
+
+        known = [each.callback for each in self._swapping]
+        averaging = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
+        self._swapping += [Swapping(each) for each in averaging if each not in known]
+
+    def show_trained(self, module: LightningModule) -> None:
+        """Within a validation, too: let the module have the weights that it trains."""
+        for each in self._swapping:
+            if each.swapped:
+                swap_weights(each.callback, module)
 
     def _prepare(self, callback: Any, trainer: Any) -> None:
         context = context_of(trainer)
@@ -151,6 +167,19 @@ class CheckpointWriting:
         except OSError as error:
             self.unsaved.lose(linkpath, error)
         strategy_of(trainer).barrier()  # as in the other workers, which link nothing
+
+
+class Swapping:
+    """Whether a callback has exchanged the module's weights and their averages, to validate."""
+
+    def __init__(self, callback: WeightAveraging) -> None:
+        self.callback, self.swapped = callback, False
+        around(Point.SWAP, callback, self.swap)
+
+    def swap(self, proceed: Callable[..., None], module: LightningModule) -> None:
+        """They are exchanged, or exchanged back."""
+        proceed(module)
+        self.swapped = not self.swapped
 
 
 def save_whole_steps(proceed: Callable[..., None], trainer: Any, module: Any, *about: Any) -> None:

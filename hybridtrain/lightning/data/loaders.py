@@ -234,10 +234,7 @@ class Loaders:
                 "whose losses no line search can compare; leave it out"
             )
         if hasattr(dataloader, "load_state_dict") and resumed is not None:
-            if self._requirements.data == "shares":
-                resumed = None  # the loader finds its own place
-            else:  # worker 0's place in the queue is not another's
-                forget_places(self._trainer)
+            forget_places(self._trainer)  # worker 0's, perhaps beyond what is done
         begun = resumed.begun(number, plan) if resumed else None
         self._tell(number, dataloader.dataset)
         kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
@@ -332,8 +329,9 @@ class Loaders:
             self._former, self._n_owed, self._before = self._committed, 0, None
             if owes:
                 self._before = logged_step(self._trainer), Schedules.of(self._trainer)
-        self._n_owed += owes
-        self._committed, self._owes = (self.position.epoch, ready), owes
+        place = self.position.epoch, ready
+        self._n_owed += owes and place != self._committed  # without data it may come twice
+        self._committed, self._owes = place, owes
 
     def settle(self) -> None:
         """The masters have all steps."""
@@ -455,8 +453,11 @@ class Loaders:
         deal(checkpoint, 0 if alike else client.worker, client.n_workers, limit, every)
 
     def set_epochs(self) -> None:
-        """Counters are restored: set the epoch of loaders that were made before."""
-        epoch = self.position.epoch
+        """Counters are restored: set the epochs of loaders that were made before."""
+        epoch, every = self.position.epoch, self._trainer.reload_dataloaders_every_n_epochs
+        if every and self.position.resumed is not None:  # made anew when those of a whole run are
+            _, validation = reload_epochs(self._trainer)
+            set_reload_epochs(self._trainer, epoch - epoch % every, validation)
         late = [sampler for sampler in self.samplers if sampler.epoch != epoch]
         for sampler in late:
             sampler.set_epoch(epoch)

@@ -90,6 +90,7 @@ def save_interrupted(trainer: Any) -> bool:
         return False
     path, context = interrupted_in(Path(folder)), context_of(trainer)
     try:
+        context.keeping.show_trained(trainer.lightning_module)
         context.before_checkpoint()  # other workers may have made later updates
         context.collectives.stay_local(False)  # user code may gather, from this worker alone
         if trainer.global_step == 0:

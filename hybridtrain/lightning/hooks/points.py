@@ -75,6 +75,8 @@ class Point(Enum):
     CHECKPOINT_LINK = "_link_checkpoint", "CheckpointWriting.link"
     CHECKPOINT_SAVE = "_save_checkpoint", "WholeCheckpointIO.save_later"
     CHECKPOINT_EXISTS = "file_exists", "WholeCheckpointIO.exists_then"
+    # WeightAveraging
+    SWAP = "_swap_models", "Swapping.swap"
     # loggers
     LOG = (
         "log_metrics log_hyperparams log_graph save finalize after_save_checkpoint",

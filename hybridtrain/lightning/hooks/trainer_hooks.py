@@ -186,6 +186,11 @@ def averages_of(callback: pl.Callback) -> torch.nn.Module | None:
     return callback._average_model if isinstance(callback, WeightAveraging) else None
 
 
+def swap_weights(callback: WeightAveraging, module: pl.LightningModule) -> None:
+    """Exchange the module's weights and the averaged ones."""
+    callback._swap_models(module)
+
+
 # ---- the search for a learning rate -------------------------------------------------------------
 
 

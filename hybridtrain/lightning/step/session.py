@@ -196,13 +196,19 @@ class Session(WorkerSession):
     def meet(self) -> int:
         """All workers meet, at the same parameters; their version."""
         self._client.settle()
+        written = self._is_written
         version = self._client.pull(self.replica.writes())
-        self._see_masters()
+        self._see_masters(written)
         return version
 
-    def _see_masters(self) -> None:
-        """Show them, but what hooks have written since all met."""
-        if not (self.has_own_parameters and self._has_met and self.replica.changed()):
+    @property
+    def _is_written(self) -> bool:
+        """Whether hooks have written to a worker's own parameters since all met."""
+        return self.has_own_parameters and self._has_met and bool(self.replica.changed())
+
+    def _see_masters(self, written: bool) -> None:
+        """Show them, but what hooks have ``written``."""
+        if not written:
             self.replica.refresh()
         self._has_met = not self._requirements.evaluates  # or own parameters are a trial point
 
@@ -309,7 +315,7 @@ class Session(WorkerSession):
     def catch_up(self) -> None:
         """In lock-step, behind a step of all: see the masters, with what the server has put off."""
         if self.has_own_parameters:
-            self._see_masters()
+            self._see_masters(self._is_written)
         elif any(map(puts_off, self._optimizers)):
             self.pull()
 

@@ -144,6 +144,37 @@ def test_a_loader_that_knows_its_place_loses_no_sample(
     assert train(tmp_path / "last.ckpt") == 16
 
 
+class Failing(Regression):
+    """Worker 1 fails in its fourth mini-batch, once."""
+
+    fails = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.fails and self.global_rank == 1 and batch_idx == 3:
+            raise LookupError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("n", by_default([2, 3], 2, 3))
+def test_nor_one_of_a_step_that_was_broken_off_with_any_number_of_workers(
+    n: int, tmp_path: Path
+) -> None:
+    """Its place is that of what has been fetched, and of other shares."""
+
+    def train(workers: int, module: Failing, ckpt_path: Path | None = None) -> int:
+        options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+        trainer = make_trainer("hybrid", workers, max_epochs=1, **options)
+        loader = Placed(regression_data(), batch_size=4, shuffle=True)
+        trainer.fit(module, loader, ckpt_path=ckpt_path)
+        return int(trainer.strategy.run_stats()["samples"])
+
+    module = Failing()
+    with pytest.raises(LookupError, match="on purpose"):
+        train(2, module)
+    module.fails = False
+    assert train(n, module, next(tmp_path.rglob("interrupted.ckpt"))) == 48 - 3 * 2 * 4
+
+
 def test_weights_and_moments_of_a_checkpoint_in_mid_epoch_belong_together(tmp_path: Path) -> None:
     """Adam's step count in the file equals the number of updates behind the weights."""
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)

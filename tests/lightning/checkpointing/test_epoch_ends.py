@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ExponentialLR,
@@ -31,6 +31,7 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
     Schedules,
 )
 from hybridtrain.lightning.data.epoch_state import EpochEvent
+from tests.lightning.checkpointing.test_resume import same
 from tests.lightning.failover.counting import N, Scheduled
 from tests.lightning.failover.test_broken_off import (
     BATCHES,
@@ -133,6 +134,15 @@ def test_what_is_loaded_ahead_but_beyond_a_limit_is_not_left(tmp_path: Path) -> 
     assert_same(resumed, whole)
 
 
+def test_loaders_are_made_anew_in_the_epochs_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """Each time a random number is drawn."""
+    options = {"reload_dataloaders_every_n_epochs": 2, "validation": 0}
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
+    whole = run(tmp_path / "whole", Noisy, callbacks=[keep], **options)  # type: ignore[arg-type]
+    resumed = run(tmp_path / "resumed", Noisy, tmp_path / "step=8.ckpt", **options)  # type: ignore[arg-type]
+    assert_same(resumed, whole)
+
+
 class Validating(Noisy):
     """The worker fails in its mini-batch ``when`` of the first validation."""
 
@@ -190,6 +200,29 @@ def test_of_an_epoch_whose_validation_was_broken_off(
     assert interrupted(tmp_path / "broken")["global_step"] > 0
     resumed = train("resumed", tmp_path / "broken" / "interrupted/interrupted.ckpt")
     assert waits(resumed) == waits(whole)
+    assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("how", by_default(["raise", "die", "stop"], "raise"))
+def test_of_a_validation_of_averaged_weights(how: str, tmp_path: Path) -> None:
+    """Training goes on with the weights that it trains, which are not the ones being validated."""
+
+    def train(name: str, ckpt_path: Path | None = None, **failure: Any) -> dict[str, Any]:
+        def make() -> Validating:
+            module = Validating()
+            vars(module).update(failure)
+            return module
+
+        average = EMAWeightAveraging(decay=0.8)
+        return run(tmp_path / name, make, ckpt_path, callbacks=[average], validation=16)
+
+    whole = train("whole")
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises((LookupError, SystemExit, RuntimeError)):
+        train("broken", when=0, how=how)
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
+    resumed = train("resumed", tmp_path / "broken" / "interrupted/interrupted.ckpt")
+    assert same(resumed["current_model_state"], whole["current_model_state"])
     assert_same(resumed, whole)
 
 

@@ -23,6 +23,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.exchanges.elastic import Elastic
 from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
 from hybridtrain.lightning.preflight.strategy_checks import advise_on_interval
+from tests.lightning.failover.counting import Counting
 from tests.lightning.toys import Recorder, Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -179,3 +180,24 @@ def test_an_interval_that_is_longer_than_an_epoch_is_said_to_be(made: int) -> No
         advise_on_interval(Elastic(every=10), steps)
     words = ["9 steps", "every 10", "only at the end of an epoch"] if made == 9 else []
     assert len(said) == (made == 9) and all(word in str(said[0].message) for word in words)
+
+
+class Late(Counting):
+    """There are mini-batches for two workers of three; who comes last to an epoch has none."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.global_rank == 1 + self.current_epoch % 2:
+            time.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    "policy", by_default(["async", {"name": "grace", "window_s": 0.0}], "async")
+)
+def test_who_has_no_mini_batch_in_an_epoch_goes_on_from_the_masters(policy: Any) -> None:
+    """Or what it hands over next would take back what the others have trained meanwhile."""
+    module = Late(4)
+    strategy = HybridStrategy(policy, exchange={"name": "movement", "every": 1}, update="sum")
+    trainer = make_trainer(strategy, 3, max_epochs=3)
+    trainer.fit(module, DataLoader(torch.arange(4), 2))
+    assert strategy.run_stats()["samples"] == 3 * 4
+    assert module.w.round().tolist() == [3] * 4

@@ -302,6 +302,38 @@ def test_a_step_whose_exchange_was_broken_off_counts_once(batch: int, tmp_path: 
     assert run(fails=False, ckpt=path).global_step == 12
 
 
+def test_a_step_that_a_worker_without_data_makes_of_what_it_has_gathered_counts_once(
+    tmp_path: Path,
+) -> None:
+    """The last mini-batch of the epoch is worker 0's alone, which fails behind it."""
+
+    class Failing(Regression):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_rank == 0 and batch_idx == 3 and self.fails:
+                time.sleep(0.5)
+                raise ValueError("on purpose")
+
+    def run(fails: bool, ckpt: Path | None = None) -> Any:
+        module: Any = Failing(lambda p: torch.optim.SGD(p, lr=0.01)).double()
+        module.fails = fails
+        trainer = make_trainer(
+            HybridStrategy("hybrid", exchange={"name": "movement", "every": 3}),
+            2,
+            max_epochs=1,
+            accumulate_grad_batches=2,
+            default_root_dir=tmp_path,
+            enable_checkpointing=True,
+        )
+        loader = DataLoader(regression_data(6 * SIZE + 1, torch.float64), SIZE)
+        trainer.fit(module, loader, ckpt_path=ckpt, weights_only=True)
+        return trainer
+
+    with pytest.raises(ValueError, match="on purpose"):
+        run(fails=True)
+    (path,) = tmp_path.rglob("interrupted.ckpt")
+    assert run(fails=False, ckpt=path).global_step == 2
+
+
 NESTEROV = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
