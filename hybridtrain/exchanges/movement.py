@@ -139,6 +139,7 @@ class Movement(StepsOwnParameters, MovementOptions, BriefRepr):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._interval = interval(self.every)
+        self.by_rate = isinstance(self._interval, Later) and self._interval.at == "first_decay"
         self.compress = codec = make_codec(self.compress)
         self.compressor = Compressor(codec)
 

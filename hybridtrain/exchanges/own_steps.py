@@ -22,12 +22,14 @@ class StepsOwnParameters:
     """A :class:`~hybridtrain.exchanges.LocalExchange` less ``step``, ``skip``, ``flush``, ``owes``.
 
     ``remembers``: the attributes that a checkpoint keeps, without the ``_`` that they begin with.
+    ``by_rate``: a learning rate that falls decides in which steps something is handed over.
     ``evaluates``: a worker never steps, but evaluates the loss where the update asks for it.
     ``compressor``: keeps what an encoding leaves out, if the exchange encodes what it hands over.
     """
 
     parameters: ClassVar[Parameters] = "own"
     keeps: ClassVar[bool] = False
+    by_rate = False
     evaluates: ClassVar[bool] = False
     update: ClassVar[str] = "mean"
     remembers: ClassVar[tuple[str, ...]] = ()

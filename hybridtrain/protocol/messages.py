@@ -180,8 +180,8 @@ class GradientPush(Push):
 class ExchangePush(Push):
     """The row holds values of an exchange whose workers step their own parameters.
 
-    ``fetch``: the release brings the newest parameters. ``step``: the worker's last one. ``later``:
-    it computes until it needs the release. ``invites``: workers that wait patiently push, too.
+    ``fetch``: the release brings the newest parameters. ``step``: the worker's last one, if a rate
+    decides when it pushes. ``later``: it computes on. ``invites``: patient workers push, too.
     """
 
     fetch: bool = True

@@ -676,6 +676,20 @@ def test_a_push_behind_none_counts_its_samples_once(policy: str) -> None:
     assert (server.model["w"] == 2).all() and server.stats()["samples"] == 80
 
 
+def as_often_as_it_likes(worker: Worker) -> None:
+    for _ in range(10 - 3 * worker.number):
+        worker.push({"w": np.ones(40)}, samples=4)
+
+
+@pytest.mark.parametrize(
+    "exchange", ["movement", "accumulated", "elastic", {"name": "streaming", "fragments": 1}]
+)
+def test_in_lock_step_a_body_may_push_more_often_than_another(exchange: Any) -> None:
+    server = Server({"w": np.zeros(40)}, "hybrid", optimizer=SGD, exchange=exchange)
+    server.run(as_often_as_it_likes, 2)
+    assert server.stats()["samples"] == 4 * (10 + 7)
+
+
 def returns_a_function(worker: Worker) -> Any:
     return lambda: worker
 

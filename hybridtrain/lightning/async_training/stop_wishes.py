@@ -40,15 +40,19 @@ class Stopping:
         """
         self._told &= self._trainer.should_stop  # or another training has begun
         client, stop = self._client, self._client.stop
-        if stop is None or stop.behind is None or client.solo or client.version < stop.behind:
-            return
-        session = context_of(self._trainer).session
-        # When an answer comes goes by clocks; in which step it is taken over does not.
-        if session is not None and any(step.awaits for step in session.steps):
+        if stop is None or stop.behind is None or client.solo or self._version < stop.behind:
             return
         if may_stop_early(self._trainer):
             self._trainer.should_stop = self._told = True
             raise OthersStop
+
+    @property
+    def _version(self) -> int:
+        """In lock-step that of the last answer taken over: when an answer comes goes by clocks."""
+        session = context_of(self._trainer).session
+        steps = () if session is None or not self._whole_rounds else session.steps
+        taken = [step.answered for step in steps if step.answered is not None]
+        return min([self._client.version, *taken])
 
     def end_batch(self) -> None:
         """After a mini-batch, before Lightning reads ``should_stop``."""
@@ -56,6 +60,9 @@ class Stopping:
         if not trainer.should_stop or self._told or client.n_workers == 1:
             return
         if not may_stop_early(trainer) or has_trained_epoch(trainer):
+            return
+        if self._whole_rounds and client.stop is not None and client.stop.behind is not None:
+            trainer.should_stop = False  # a second wish would end it elsewhere
             return
         client.gather("a wish to stop", None, wish=True)
         all_wish = set(client.met) >= set(client.there)

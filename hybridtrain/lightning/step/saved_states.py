@@ -80,7 +80,8 @@ class SavedStates:
             saver: dict[str, Any] = {"exchange": exchange}
             if "means" in known:  # all count alike the steps since then; this one has made none
                 saver["means"] = known["means"][0], 0.0
-            step.load_own_state(states.get(self._like, saver))
+            used = states.get(self._client.worker, {}).get("used", 0.0)
+            step.load_own_state({**states.get(self._like, saver), "used": used})
 
     # ---- into -----------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class LocalStep(WorkerStep):
                 "mean of a host's workers is; use Adam, SGD or Adagrad, or inside=local_sgd"
             )
         place, self._own, self._group = (client.worker, client.n_workers), replica, group
+        self._by_rate = getattr(exchange, "by_rate", False)
+        self.answered = 0  # nothing has been handed over
         self._used = 0.0  # samples of this worker since its last offer, in a group
         # By how much the weights of the steps since then exceed their samples.
         self._surplus = 0.0
@@ -107,12 +109,12 @@ class LocalStep(WorkerStep):
         ``invites``: workers that wait patiently hand over theirs, too.
         """
         while leaving is not None:
-            self.awaits = isinstance(leaving, Offer) and leaving.later
             if isinstance(leaving, Offer):
                 self._push(leaving, invites)
-            if self.awaits:
-                return
+                if leaving.later:
+                    return
             self._client.settle()
+            self.answered = self._client.version
             fetched = isinstance(leaving, Await) or leaving.fetch
             leaving = self._local.take() if fetched else None
 
@@ -133,7 +135,7 @@ class LocalStep(WorkerStep):
             loss=as_float(self._loss) if offer.loss is None else offer.loss,
             waited_s=0.0 if self._group is None else self._group.pop_waited_s(),
             fetch=offer.fetch,
-            step=self.count,
+            step=self.count if self._by_rate else 0,
             later=offer.later,
             invites=invites,
         )
@@ -145,7 +147,7 @@ class LocalStep(WorkerStep):
         if offer.only_fetches:
             return weight, samples
         if self._group is None:
-            surplus, self._surplus = self._surplus, 0.0
+            surplus, self._surplus, self._used = self._surplus, 0.0, 0.0
             return weight, samples - surplus
         if self._means is not None:
             weight = self._group.sum(weight)

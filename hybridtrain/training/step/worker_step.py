@@ -116,7 +116,7 @@ class WorkerStep:
     # Schedulers look for this mark and warn of a step that was replaced after they were made.
     _wrapped_by_lr_sched = True
     trying = False  # the optimizer evaluates points that it may reject, where infinity is an answer
-    awaits = False  # an answer, which it takes over in a later step
+    answered: int | None = None  # the version of the answer that it took over last; None: at once
 
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, parts: StepParts) -> None:
         self.optimizer, self.number, self._parts = optimizer, number, parts

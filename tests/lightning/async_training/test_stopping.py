@@ -22,8 +22,11 @@ class Stops(Callback):
         self.at, self.workers, self.early = at, workers, early
 
     def look(self, trainer: pl.Trainer) -> None:
-        if trainer.global_step == self.at and trainer.global_rank in self.workers:
+        if trainer.global_rank in self.workers and self.is_time(trainer.global_step):
             trainer.should_stop = True
+
+    def is_time(self, step: int) -> bool:
+        return step == self.at
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.early:
@@ -58,6 +61,34 @@ def test_in_lock_step_all_stop_behind_the_same_step(stops: Stops, steps: int) ->
     assert trainer.global_step == steps and trainer.should_stop
     assert trainer.strategy.run_stats()["samples"] == 24 * steps
     assert int(data.counts.max()) == 1
+
+
+class Insists(Stops):
+    """From a step on, at the end of each mini-batch."""
+
+    def is_time(self, step: int) -> bool:
+        return step >= self.at
+
+
+@pytest.mark.parametrize(
+    "exchange", ["gradient", {"name": "movement", "every": 3}, {"name": "streaming", "every": 6}]
+)
+def test_a_wish_that_is_repeated_ends_all_behind_the_same_step(exchange: Any) -> None:
+    strategy = HybridStrategy("hybrid", exchange=exchange)
+    trainer = make_trainer(strategy, 2, callbacks=[Insists(3, 1)])
+    trainer.fit(Regression(), DataLoader(regression_data(240), 8))
+    one, other = strategy.run_stats()["samples_per_worker"]
+    assert one == other == 8 * trainer.global_step < 80
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+def test_a_wish_ends_workers_that_always_compute_until_an_answer_comes(policy: str) -> None:
+    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 1, "fetch": "overlapped"}
+    strategy = HybridStrategy(policy, exchange=exchange)
+    trainer = make_trainer(strategy, 2, callbacks=[StopsSlowly(3, 0, 1)])
+    trainer.fit(Regression(), DataLoader(regression_data(240), 8))
+    one, other = strategy.run_stats()["samples_per_worker"]
+    assert max(one, other) < 100 and (policy == "async" or one == other)
 
 
 class StopsSlowly(Stops):

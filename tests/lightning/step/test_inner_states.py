@@ -230,6 +230,17 @@ def test_a_group_that_goes_on_counts_all_samples_of_its_movement(
     inside: Any, tmp_path: Path
 ) -> None:
     options = {"exchange": {"name": "movement", "every": 4}, "inside": inside}
-    fitted(tmp_path, options, max_epochs=1)
+    options["batch_size_per_worker"] = [2, 6]
+    whole = fitted(tmp_path, options, max_epochs=1)
     resumed = fitted(tmp_path / "on", options, ckpt=tmp_path / "step=2.ckpt", max_epochs=1)
+    for run in whole, resumed:
+        assert run.trainer.strategy.run_stats()["samples_per_worker"] == [12, 36]
+
+
+def test_workers_that_become_a_group_count_no_sample_of_an_earlier_epoch(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"exchange": {"name": "movement", "every": 4}}
+    fitted(tmp_path, options, max_epochs=1)
+    resumed = fitted(
+        tmp_path / "on", options | {"inside": "hybrid"}, ckpt=tmp_path / "step=6.ckpt", max_epochs=2
+    )
     assert resumed.trainer.strategy.run_stats()["samples"] == 48
