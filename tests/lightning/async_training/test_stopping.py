@@ -81,22 +81,26 @@ def test_a_wish_that_is_repeated_ends_all_behind_the_same_step(exchange: Any) ->
     assert one == other == 8 * trainer.global_step < 80
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
-def test_a_wish_ends_workers_that_always_compute_until_an_answer_comes(policy: str) -> None:
-    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 1, "fetch": "overlapped"}
-    strategy = HybridStrategy(policy, exchange=exchange)
-    trainer = make_trainer(strategy, 2, callbacks=[StopsSlowly(3, 0, 1)])
-    trainer.fit(Regression(), DataLoader(regression_data(240), 8))
-    one, other = strategy.run_stats()["samples_per_worker"]
-    assert max(one, other) < 100 and (policy == "async" or one == other)
-
-
 class StopsSlowly(Stops):
     """Worker 1 is slow: the answer to what it has handed over is there when its step ends."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
         super().on_train_batch_end(trainer, *rest)
         time.sleep(0.1 * trainer.global_rank)
+
+
+@pytest.mark.parametrize(
+    ("policy", "stops"), [("hybrid", StopsSlowly(3, 1)), ("async", Insists(3, 0, 1))]
+)
+def test_a_wish_ends_workers_that_always_compute_until_an_answer_comes(
+    policy: str, stops: Stops
+) -> None:
+    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 1, "fetch": "overlapped"}
+    strategy = HybridStrategy(policy, exchange=exchange)
+    trainer = make_trainer(strategy, 2, callbacks=[stops])
+    trainer.fit(Regression(), DataLoader(regression_data(240), 8))
+    one, other = strategy.run_stats()["samples_per_worker"]
+    assert max(one, other) < 100 and (policy == "async" or one == other)
 
 
 @pytest.mark.parametrize("at", [2, 3])
