@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -200,6 +201,9 @@ def main(arguments: Sequence[str]) -> None:
         "ways": "alone,ddp,hybrid,hybrid:sums,hybrid:int8,diloco",
     }
     hosts, models, links, ways = (given.get(x, listed[x]).split(",") for x in listed)
+    _check("hosts", hosts, r"\d+x\d+", "2x1, 2x2, ...")
+    _check("links", links, r"free|loopback|\d+[kmg]bit", "free, loopback, 100mbit, 1gbit, ...")
+    _check("models", models, "|".join(MODELS), ", ".join(MODELS))
     seconds, repeats = float(given.get("seconds", 4)), int(given.get("repeats", 3))
     print("| hosts | link | model | way | ms a step | of ddp | sent, received MB | CPU ms |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
@@ -210,6 +214,12 @@ def main(arguments: Sequence[str]) -> None:
                 for model in models:
                     row = f"| {shape} | {link} | {model}"
                     _measure(row, names, workers, ways, seconds, repeats)
+
+
+def _check(key: str, values: Sequence[str], pattern: str, known: str) -> None:
+    for value in values:
+        if not re.fullmatch(pattern, value):
+            raise UserError(f"{key}={value} was given; give {known}")
 
 
 def _measure(
