@@ -309,7 +309,7 @@ class HostMemoryStrategy(ParallelStrategy):
 
     def saved_counts(self) -> dict[str, int]:
         """Updates and samples of this run in the checkpoint being written."""
-        # Behind the training, and without an optimizer, there is no snapshot.
+        # There is no snapshot once training is over, or without an optimizer.
         return (self._client and self._client.snapshot_counts) or self.run_stats()
 
     def remember_stats(self, stats: dict[str, Any]) -> None:

@@ -281,8 +281,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Request the optimizers' states, in the file ``place`` if given; ``refresh``: update the
-    worker's parameters to the same version."""
+    """Request the optimizers' states (in ``place``); ``refresh``: the worker's parameters, too."""
 
     refresh: bool = True
     place: str = ""

@@ -35,7 +35,7 @@ def is_installed() -> bool:
 def compiled(function: Function, **more: Any) -> Function:
     """Compile with numba at the first call, cached on disk for the next process.
 
-    ``more``: of numba's ``njit``.
+    ``more``: options of ``numba.njit``.
 
     Raises:
         UserError: if numba is not installed.
@@ -57,7 +57,7 @@ def compiled(function: Function, **more: Any) -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """Compile as a part of its callers: a call counts the references to each array anew."""
+    """Compile into the callers, as numba counts references to arrays at each call."""
     return compiled(function, inline="always")
 
 

@@ -55,13 +55,13 @@ def _parent(pid: int) -> int:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """Its address; two nodes with two cores each."""
-    with nodes(n=2) as made:
+    with two_nodes() as made:
         yield made.address
 
 
 @contextmanager
-def nodes(n: int) -> Iterator[Any]:
-    """A cluster of ``n`` nodes with two cores each; several may be there at a time."""
+def two_nodes() -> Iterator[Any]:
+    """A cluster of two nodes with two cores each; several may be there at a time."""
     pytest.importorskip("ray", reason="needs Ray: pip install 'hybridtrain[ray]'")
     from ray.cluster_utils import Cluster
 
@@ -71,8 +71,7 @@ def nodes(n: int) -> Iterator[Any]:
         patch.setenv("SLURM_NTASKS", "7")  # as if Ray were started by it
         patch.setenv("RAY_worker_niceness", "0")  # a busy machine would starve them
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-        for _ in range(n - 1):
-            made.add_node(num_cpus=2)
+        made.add_node(num_cpus=2)
         made.wait_for_nodes()
         yield made
         made.shutdown()
@@ -80,9 +79,8 @@ def nodes(n: int) -> Iterator[Any]:
 
 def _node_with(actor: int, made: Any) -> Any:
     """The node whose raylet has started this process."""
-    parents = {_parent(actor)}
     for node in made.list_all_nodes():
-        if parents & {each.process.pid for each in node.all_processes["raylet"]}:
+        if _parent(actor) in [each.process.pid for each in node.all_processes["raylet"]]:
             return node
     raise AssertionError(f"no node has started {actor}")
 
@@ -300,7 +298,7 @@ def test_a_lost_host_comes_back(cluster: str, tmp_path: Path) -> None:
 @marked
 def test_a_host_of_a_lost_node_comes_back_on_another(tmp_path: Path) -> None:
     """The whole node is killed, with Ray's own processes there; a third one has room."""
-    with nodes(n=2) as made:
+    with two_nodes() as made:
         process = started(made.address, tmp_path, "strategy.on_failure=restart", how="wait")
         wait_for(tmp_path / "actor", process)
         lost = _node_with(int((tmp_path / "actor").read_text()), made)

@@ -39,12 +39,16 @@ class Stopping:
             OthersStop: if training ends here.
         """
         self._told &= self._trainer.should_stop  # or another training has begun
-        client, stop = self._client, self._client.stop
-        if stop is None or stop.behind is None or client.solo or self._version < stop.behind:
+        if self._behind is None or self._client.solo or self._version < self._behind:
             return
         if may_stop_early(self._trainer):
             self._trainer.should_stop = self._told = True
             raise OthersStop
+
+    @property
+    def _behind(self) -> int | None:
+        """The version behind which all stop, once a worker has asked for it."""
+        return None if self._client.stop is None else self._client.stop.behind
 
     @property
     def _version(self) -> int:
@@ -61,8 +65,8 @@ class Stopping:
             return
         if not may_stop_early(trainer) or has_trained_epoch(trainer):
             return
-        if self._whole_rounds and client.stop is not None and client.stop.behind is not None:
-            trainer.should_stop = False  # a second wish would end it elsewhere
+        if self._whole_rounds and self._behind is not None:
+            trainer.should_stop = False  # a second wish would move the end of this worker alone
             return
         client.gather("a wish to stop", None, wish=True)
         all_wish = set(client.met) >= set(client.there)
@@ -74,6 +78,6 @@ class Stopping:
         """All workers meet, at the end of an epoch or before a validation."""
         trainer, client = self._trainer, self._client
         if self._whole_rounds and client.n_workers > 1 and not trainer.sanity_checking:
-            told = client.stop is not None and client.stop.behind is not None
-            wishes = client.gather("who wants to stop", trainer.should_stop or told)
+            wish = trainer.should_stop or self._behind is not None
+            wishes = client.gather("who wants to stop", wish)
             trainer.should_stop = any(wishes)

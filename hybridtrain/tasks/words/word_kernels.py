@@ -77,7 +77,7 @@ def _uniform(state: Any) -> Any:
 
 @inlined
 def _draw(state: Any, kept: Any, other: Any) -> Any:
-    """A row of the alias table; uses all bits. A branch would be guessed wrong most of the time."""
+    """A row of the alias table, by all bits, without a branch, which a core often guesses wrong."""
     row = np.int64(((state >> np.uint64(32)) * np.uint64(len(kept))) >> np.uint64(32))
     low = np.float32(state & np.uint64(0xFFFFFF)) * np.float32(_FRACTION)
     return row + (np.int64(other[row]) - row) * np.int64(low >= kept[row])
