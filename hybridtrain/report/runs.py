@@ -195,13 +195,22 @@ def read_run(folder: Path) -> Run:
 def read_mapping(path: Path, broken: list[str]) -> dict[str, Any]:
     """A JSON object; empty where there is none, or a broken one, whose name is appended."""
     try:
-        content = json.loads(read_text(path, "the file")) if os.path.lexists(path) else {}
-    except (ValueError, RecursionError):
+        content = mapping_in(read_text(path, "the file")) if os.path.lexists(path) else {}
+    except UserError:
         content = None
-    if not isinstance(content, dict):
+    if content is None:
         broken.append(path.name)
         return {}
     return content
+
+
+def mapping_in(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; ``None``: it is none."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _ending(folder: Path) -> dict[str, Any]:
@@ -227,7 +236,11 @@ def read_yaml(path: Path) -> Any:
     Raises:
         UserError: if it cannot be read.
     """
-    text = read_text(path, "the run's")
+    return yaml_in(read_text(path, "the run's"), path)
+
+
+def yaml_in(text: str, path: Path) -> Any:
+    """The plain values that a file's text means, unresolved. Raises UserError if it is damaged."""
     try:
         return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
     except Exception as error:  # PyYAML's, OmegaConf's

@@ -17,6 +17,7 @@ import errno
 import gzip
 import io
 import os
+import re
 import stat
 import struct
 import sys
@@ -67,6 +68,14 @@ def short(path: str | Path) -> str:
     """The path as seen from the working directory of the command, where it lies below it."""
     relative = os.path.relpath(path, *_BEGINNINGS[-1:])
     return str(path) if relative.startswith("..") else relative
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text with escapes for characters that would steer a terminal, as in others' names."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def flush_output() -> None:
