@@ -30,7 +30,7 @@ from functools import cache, partial
 from io import BufferedReader
 from mmap import PROT_READ, mmap
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from hybridtrain.errors import UserError
 
@@ -77,6 +77,18 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u
 def printable(text: str) -> str:
     """The text with escapes for characters that would steer a terminal, as in others' names."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable_in(value: Any) -> Any:
+    """A copy of plain values with :func:`printable` texts, keys included."""
+    match value:
+        case str():
+            return printable(value)
+        case dict():
+            return {printable_in(key): printable_in(each) for key, each in value.items()}
+        case list():
+            return [printable_in(each) for each in value]
+    return value
 
 
 def flush_output() -> None:

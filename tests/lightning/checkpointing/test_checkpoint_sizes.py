@@ -287,7 +287,6 @@ def resumed(strategy: str, content: dict[str, Any], path: Path) -> None:
         ("async", "state.2.exp_avg_sq"),
         *(("local_sgd", f"workers.1.{x}") for x in ("state.1.exp_avg", "parameters.0")),
         ("diloco", "workers.0.parameters.2"),
-        ("diloco", "masters.state.1.momentum_buffer"),
         ("streaming_diloco", "workers.1.state.0.exp_avg"),
         ("downpour", "masters.state.1.exp_avg"),
     ],
