@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
 from hybridtrain.errors import UserError
@@ -132,6 +133,9 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
         )
     described = {**_WEIGHTS, **_FULL} if resumes else _WEIGHTS
     fault = misfit(content, described, "checkpoint")
+    if fault is None and isinstance(content.get("hybridtrain"), Mapping):
+        loaders = content["hybridtrain"]["loaders"]
+        fault = next(filter(None, map(_odd_loader, loaders)), None)
     if fault is None and resumes:
         weights = content["state_dict"].values()
         alike = all(map(_filled, weights)) and all(weight.numel() for weight in weights)
@@ -139,6 +143,23 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
         fault = next(filter(None, faults), None)
     if fault is not None:
         raise UserError(f"{source}: the file was changed or is damaged: {fault}")
+
+
+def _odd_loader(loader: Mapping[str, Any]) -> str | None:
+    """The fault of a loader's rest, which is drawn anew: a few bytes may stand for any number."""
+    indices, sizes = loader["indices"], loader.get("sizes")
+    n = loader["length"]
+    if indices is not None:
+        if indices.dim() != 1 or indices.dtype is not torch.int64:
+            return f"a loader's indices are {indices.dtype} of shape {tuple(indices.shape)}"
+        n = len(indices) if sizes is None else len(sizes)
+        if sizes is not None and sum(sizes) != len(indices):
+            return f"a loader's {len(indices)} indices are in mini-batches of {sum(sizes)}"
+    spans = [tuple(span) for span in loader["spans"]]
+    ends = [0, *(end for span in sorted(spans) for end in span), n]
+    if any(len(span) != 2 for span in spans) or ends != sorted(ends):
+        return f"a loader's spans are {shown(spans)}, and its order has {n}"
+    return None
 
 
 def _uneven(optimizer: Mapping[str, Any], alike: bool) -> str | None:
@@ -238,6 +259,8 @@ def restoring() -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+            raise
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"ckpt: a part of the checkpoint cannot be restored: {said}") from error

@@ -332,6 +332,28 @@ def test_callbacks_of_a_checkpoint_delete_nothing_outside_of_their_folder(tmp_pa
     writer.teardown()
 
 
+RESTS: dict[str, dict[str, Any]] = {
+    "spans beyond the order": {"spans": [[0, 2**40]]},
+    "spans that overlap": {"spans": [[0, 20], [8, 24]]},
+    "a span without an end": {"spans": [[5]]},
+    "a span that ends before it begins": {"spans": [[20, 8]]},
+    "indices that are no numbers": {"indices": torch.ones(24)},
+    "spans beyond the indices": {"indices": torch.arange(10), "spans": [[0, 24]]},
+    "mini-batches of more than there is": {"indices": torch.arange(24), "sizes": [20, 20]},
+}
+
+
+@pytest.mark.parametrize("kind", RESTS)
+def test_the_rest_of_an_epoch_is_bounded_before_it_is_drawn(kind: str, saved: Saved) -> None:
+    """Two numbers may stand for 2⁴⁰ samples, which took all memory."""
+    content = saved("hybrid")
+    check_content(content, "ckpt=x.ckpt", True)
+    content["hybridtrain"]["loaders"][0] |= RESTS[kind]
+    with pytest.raises(UserError, match=r"is damaged: a loader's ") as said:
+        check_content(content, "ckpt=x.ckpt", True)
+    assert "\n" not in str(said.value) and len(str(said.value)) < 300
+
+
 def test_a_large_weight_is_compared_with_the_modules_before_it_is_copied(
     saved: Saved, tmp_path: Path
 ) -> None:
