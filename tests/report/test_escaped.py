@@ -14,7 +14,7 @@ from hybridtrain.report.history import ALWAYS
 from hybridtrain.report.runs import read_run
 from hybridtrain.util.files import printable
 
-EVIL = '<b>&"'
+EVIL = '<b>&"\x1b'
 STEERS = "\x1b[2J\x9b31m\x07\u202e\udcff"
 
 
@@ -36,7 +36,7 @@ STEERS = "\x1b[2J\x9b31m\x07\u202e\udcff"
     ],
 )
 def test_it_is_shown_as_it_is(made: str) -> None:
-    assert "<b>" not in made and "&lt;b&gt;&amp;" in made
+    assert "<b>" not in made and "&lt;b&gt;&amp;" in made and "\x1b" not in made
 
 
 def test_texts_of_another_users_run_do_not_steer_a_terminal(tmp_path: Path) -> None:
