@@ -265,7 +265,10 @@ def own_below(
     finally:
         if foreign:
             first = str(foreign[0]).removeprefix(f"{asked}: ").partition(", and names")[0]
-            to_stderr(f"{asked}: {len(foreign)} in {root} are passed over: {first}")
+            to_stderr(
+                f"{asked}: passes over {len(foreign)} below {root} that other users can have "
+                f"written: {first}"
+            )
 
 
 # ---- checkpoints --------------------------------------------------------------------------------

@@ -210,7 +210,9 @@ def test_runs_of_others_in_a_shared_output_directory_are_passed_over_in_one_line
         )
     claim.release_all()
     (line,) = said.getvalue().splitlines()
-    assert line.startswith("hybridtrain: resume=auto: 2 in out are passed over: out/")
+    assert line.startswith(
+        "hybridtrain: resume=auto: passes over 2 below out that other users can have written: out/"
+    )
     assert f"belongs to another user (number {STRANGER})" in line and "\x1b" not in line
     shutil.rmtree("out/mine")
     result = command(*SHARED, "resume=auto")
@@ -285,7 +287,10 @@ def test_the_last_checkpoint_is_looked_for_in_own_runs_alone(
     give_away(Path("out/theirs"), monkeypatch)
     result = command(*SHARED, "ckpt=last")
     assert result.code == 2
-    assert "ckpt=last: 1 in out are passed over: out/theirs belongs to another user" in result.err
+    assert (
+        "ckpt=last: passes over 1 below out that other users can have written: out/theirs "
+        in result.err
+    )
     assert "ckpt=last: no run of this model in out has left a whole checkpoint" in result.err
 
 
@@ -325,7 +330,10 @@ def test_a_sweep_that_others_can_have_written_does_not_go_on(
     assert f"{path} belongs to another user" in command("-m", "resume=jobs").complaint
     with redirect_stderr(StringIO()) as said, redirect_stdout(StringIO()):
         resumed.expanded([*SWEEP, "resume=auto", "hydra.sweep.dir=jobs"])
-    assert "resume=auto: 1 in jobs are passed over: " in said.getvalue()
+    assert (
+        "resume=auto: passes over 1 below jobs that other users can have written: "
+        in said.getvalue()
+    )
 
 
 @pytest.mark.parametrize("name", ["", ".hydra", ".hydra/config.yaml", "summary.json"])
