@@ -60,15 +60,27 @@ def run(arguments: Sequence[str]) -> None:
     from hybridtrain.recording import find_record, read_record
 
     record = read_record(find_record(Path(given.pop("run"))))
-    decide_by_configuration(record.header["about"].get("config", {}))
     anyway = given.pop("anyway", "false") == "true"
     wanted = {name: given.pop(name) for name in DRAWING if name in given}
+    if given or not wanted:
+        _decide(record)
     if (svg := place(wanted)) is not None:
         _draw(record, given, anyway, svg, float(wanted["at_s"]) if "at_s" in wanted else None)
     elif given:
         _what_if(record, given, anyway)
     else:
         _replay(record, anyway)
+
+
+def _decide(record: Record) -> None:
+    """Decide on Lightning's package by the modules that the record names, which are imported.
+
+    Raises:
+        UserError: if another user can have written the record.
+    """
+    if record.foreign is not None:
+        raise UserError(record.foreign)
+    decide_by_configuration(record.header["about"].get("config", {}))
 
 
 def _draw(

@@ -18,8 +18,9 @@ Options:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,12 +47,23 @@ def load_module(path: str | Path) -> SpeechModule:
         raise UserError(f"{path} is not the checkpoint of a speech model (task=speech)")
     known = {key: settings[key] for key in ("net", "alphabet", "features")}
     try:
+        with torch.device("meta"):  # settings of a few bytes may describe a net of terabytes
+            described = SpeechModule(**known).state_dict()
+        if other := [x for x, value in described.items() if _shape(checkpoint, x) != value.shape]:
+            raise UserError(
+                f"{other[0]} has shape {tuple(_shape(checkpoint, other[0]))} in the file, and"
+                f" {tuple(described[other[0]].shape)} by its settings"
+            )
         module = SpeechModule(**known)
         module.load_state_dict(checkpoint["state_dict"])
     except (RuntimeError, KeyError, TypeError, AttributeError, UserError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} does not fit the speech model it describes: {reason}") from error
     return module.eval()
+
+
+def _shape(checkpoint: Mapping[str, Any], name: str) -> torch.Size:
+    return torch.Size(checkpoint["state_dict"][name].shape)
 
 
 @torch.inference_mode()

@@ -200,6 +200,7 @@ OF_OTHERS = {
     "ready",
     "record",
     "run_dir",
+    "sampler",
     "should_stop",
     "started",
     "state",

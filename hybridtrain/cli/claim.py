@@ -29,7 +29,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from hybridtrain.cli.further_host import diverted
-from hybridtrain.cli.validation.host_checks import check_directory, check_files
+from hybridtrain.cli.validation.host_checks import check_directory, check_files, check_name
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.monitoring.watchdog import process_state, to_stderr
 from hybridtrain.report.runs import CONFIG_FILE
@@ -268,6 +268,7 @@ def claim_new(directory: Path, key: str) -> None:
     Raises:
         UserError: if it cannot be made or written, or another run uses it.
     """
+    check_name(directory, f"{key}: the directory")
     _made.extend(x for x in (directory.absolute(), *directory.absolute().parents) if not x.exists())
     check_directory(directory)
     check_files(directory)

@@ -30,8 +30,8 @@ def overrides_of(job: Any) -> list[str]:
 
 
 def quoted(key: str, value: object) -> str:
-    """An override, its value quoted for Hydra."""
-    return f"{key}={in_quotes(str(value))}"
+    """An override, its value quoted for Hydra, and no ``${`` in it resolved."""
+    return f"{key}={in_quotes(literal(str(value)))}"
 
 
 def in_quotes(text: str) -> str:
@@ -54,7 +54,7 @@ def resuming(directory: str) -> str:
             return plain
     except Exception:  # Hydra's
         pass
-    return shlex.quote(quoted("resume", directory))
+    return shlex.quote(f"resume={in_quotes(directory)}")
 
 
 # ---- plain data ---------------------------------------------------------------------------------
@@ -79,6 +79,18 @@ def placed(content: Any, run_dir: str | Path, former: str = RUN_DIR) -> Any:
             return [placed(value, run_dir, former) for value in content]
         case str():
             return content.replace(former, os.fspath(run_dir))
+    return content
+
+
+def literal(content: Any) -> Any:
+    """Plain values in which OmegaConf resolves nothing: a ``${`` is one."""
+    match content:
+        case dict():
+            return {key: literal(value) for key, value in content.items()}
+        case list():
+            return [literal(value) for value in content]
+        case str():
+            return re.sub(r"(\\*)\$\{", lambda x: 2 * x[1] + "\\${", content)
     return content
 
 

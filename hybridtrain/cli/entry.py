@@ -32,6 +32,7 @@ from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.sweep.fair import FairSweeper
 from hybridtrain.cli.sweep.search import OptunaSweeper
 from hybridtrain.cli.validation.config_checks import check_config
+from hybridtrain.cli.validation.host_checks import check_name, check_text
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
 from hybridtrain.util.arguments import hold_standard_streams
@@ -70,6 +71,9 @@ def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
         here = str(Path.cwd())
     except FileNotFoundError:
         raise UserError("the working directory has been deleted; cd to another one") from None
+    check_name(Path(here), "the working directory")
+    for each in argv:
+        check_text(each, "the argument")
     if not {"", here}.intersection(sys.path):
         sys.path.insert(0, here)  # the console script: a user's module lies here
     flags, found = _split(list(argv))

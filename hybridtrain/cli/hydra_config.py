@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 import hybridtrain
-from hybridtrain.cli.config_values import in_quotes, parse, quoted
+from hybridtrain.cli.config_values import in_quotes, parse
 from hybridtrain.errors import UserError
 
 CONFIG_NAME = "config"
@@ -146,4 +146,4 @@ def _quoted_path(text: str) -> str:
     each = value.split(",")
     if key == "ckpt" and all(x.endswith(".ckpt") for x in each):
         return f"ckpt={','.join(map(in_quotes, each))}"
-    return quoted(key, value)
+    return f"{key}={in_quotes(value)}"

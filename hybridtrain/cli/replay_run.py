@@ -14,14 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from rich.table import Table
 
-from hybridtrain.cli.config_values import changed_keys, placed
+from hybridtrain.cli.config_values import changed_keys, literal, placed
 from hybridtrain.cli.explain import explain, naming_keys, one_line
+from hybridtrain.cli.former_run import FormerRun
 from hybridtrain.cli.hydra_config import conf_dir
 from hybridtrain.cli.quiet import hush, hush_lightning
-from hybridtrain.cli.resume import configuration
 from hybridtrain.cli.run import Parts, build, hash_of_checkpoint
 from hybridtrain.cli.telemetry.summary import metrics_of
-from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.replay_fit import rehearse_fit, replay_fit
 from hybridtrain.lightning.run_context import context_of
@@ -40,8 +39,8 @@ def replay(record: Record, anyway: bool) -> Replayed:
     Raises:
         UserError: if code, data or configuration has changed, unless ``anyway``.
     """
+    check_same(record, anyway)
     with workplace(record) as folder:
-        check_same(record, anyway)
         parts = rebuilt(record, folder, anyway)
         given = fitting(record, parts)
         with _explained(record, parts):
@@ -104,6 +103,17 @@ def about(record: Record) -> dict[str, Any]:
     return told
 
 
+def own(record: Record) -> dict[str, Any]:
+    """As :func:`about`, of a record whose classes may be made.
+
+    Raises:
+        UserError: also if another user can have written the record.
+    """
+    if record.foreign is not None:
+        raise UserError(record.foreign)
+    return about(record)
+
+
 def rebuilt(
     record: Record,
     folder: Path,
@@ -111,14 +121,14 @@ def rebuilt(
     change: Callable[[DictConfig], None] = lambda cfg: None,
 ) -> Parts:
     """Build trainer, module and data as at the run's start; they write to ``folder``."""
-    check_owner(record.path, "replay")
-    told = about(record)
+    told = own(record)
     content = told["config"]
     if anyway and (edited := _edited(told)) is not None:
         content = edited
     mute = {"_target_": f"{__name__}.Mute", "save_dir": str(folder)}
     try:
-        cfg: DictConfig = OmegaConf.create(with_present_targets(placed(content, folder)))
+        plain = literal(placed(content, folder))  # it is resolved
+        cfg: DictConfig = OmegaConf.create(with_present_targets(plain))
         cfg.trainer.enable_progress_bar, cfg.ckpt = False, _checkpoint(told)
         if record.n_hosts > 1:
             # One host has the workers of all, on devices of the same numbers.
@@ -197,7 +207,8 @@ def check_same(record: Record, anyway: bool = False) -> None:
     Raises:
         UserError: naming the changes, and the option to replay nevertheless.
     """
-    found = [*changed_code(record), *changed_versions(record), *_changed_inputs(about(record))]
+    told = own(record)
+    found = [*changed_code(record), *changed_versions(record), *_changed_inputs(told)]
     if found and not anyway:
         raise UserError(f"{'; '.join(found)}; to replay it nevertheless, say anyway=true")
 
@@ -237,11 +248,8 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 def _edited(told: Mapping[str, Any]) -> dict[str, Any] | None:
     """The configuration now in the run's directory; None: there is none."""
-    path = Path(told["run_dir"]) / CONFIG_FILE
-    if not path.is_file():
-        return None
-    check_owner(path, "replay")
-    return configuration(Path(told["run_dir"]))
+    run = FormerRun.read(Path(told["run_dir"]), "replay")
+    return run.configuration() if CONFIG_FILE in run.texts else None
 
 
 # ---- another policy -----------------------------------------------------------------------------

@@ -49,9 +49,9 @@ from hybridtrain.cli.exit_status import (
     printed,
 )
 from hybridtrain.cli.explain import naming_keys
+from hybridtrain.cli.former_run import newest_in, sign
 from hybridtrain.cli.further_host import place_in, quiet
 from hybridtrain.cli.quiet import hush_lightning
-from hybridtrain.cli.resume import newest_in, sign
 from hybridtrain.cli.sweep import job_process, reports
 from hybridtrain.cli.telemetry import summary
 from hybridtrain.cli.telemetry.monitor import STATS_FILE, RunMonitor, RunStats, up_to_date

@@ -29,6 +29,7 @@ from hybridtrain.lightning.async_training.expected_updates import (
     answer_for_all_workers,
 )
 from hybridtrain.lightning.async_training.update_count import lift_dev_run_limit
+from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_shapes
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
@@ -571,6 +572,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if not state or not optimizer.param_groups:  # the module steps by itself, or did
                 continue
+            check_shapes(optimizer, state, "ckpt")
             if self.session is None:
                 optimizer.load_state_dict(state)
             else:

@@ -29,6 +29,7 @@ from hybridtrain.monitoring.hang_detector import (
     Sign,
     Silent,
 )
+from hybridtrain.util.files import printable
 
 # ---- find a worker that is slower than the others, and what waiting for it costs them -----------
 
@@ -128,7 +129,7 @@ _DEBUGGER = re.compile(
 
 def to_stderr(text: str) -> None:
     """Print a message of the run's own on standard error."""
-    print(f"hybridtrain: {text}", file=sys.stderr, flush=True)
+    print(f"hybridtrain: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class Watched(Protocol):

@@ -29,6 +29,7 @@ from hybridtrain.recording.record_reader import (
     find_record,
     read_record,
 )
+from hybridtrain.util.files import printable_in
 
 MOST_EVENTS = 20_000  # of a record that are read: what follows is taken to be alike
 MOST_PUSHES = 2_000
@@ -91,7 +92,7 @@ def observed_in(record: Record) -> Observed:
         epoch=_epoch(record, round(size * steps)),
         update_s=_update_s(pushes, len(times)),
         mini_batches=round(min(len(given), MOST_PUSHES) * steps),
-        strategy=record.header["about"].get("config", {}).get("strategy", {}),
+        strategy=printable_in(record.header["about"].get("config", {}).get("strategy", {})),
         hosts=record.n_hosts,
         size_bytes=record.told.get("begin", {}).get("bytes", 0),
     )

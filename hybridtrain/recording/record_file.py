@@ -80,7 +80,7 @@ class Record:
     """The content of a record file.
 
     ``told``: the pieces of JSON, merged; ``cells``: the events in their order; ``whole``: the run
-    was not broken off.
+    was not broken off; ``foreign``: why the classes that it names are not to be made.
     """
 
     path: Path
@@ -88,6 +88,7 @@ class Record:
     cells: np.ndarray[Any, np.dtype[np.void]]
     kinds: tuple[str, ...] = field(default=())
     n_bytes: int = 0  # of the whole file
+    foreign: str | None = None
 
     @property
     def whole(self) -> bool:
@@ -155,7 +156,7 @@ class Writer:
 
     def tell(self, told: Mapping[str, Any]) -> None:
         """Append a piece of JSON."""
-        text = zlib.compress(json.dumps(told, ensure_ascii=False).encode(), 9)
+        text = zlib.compress(json.dumps(told, ensure_ascii=False).encode(errors="surrogatepass"), 9)
         padded = text + bytes(-len(text) % CELL_BYTES)
         self._append(_PIECE.pack(TELLS, NOBODY, len(text), zlib.crc32(padded)), padded)
 

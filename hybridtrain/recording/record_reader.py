@@ -10,6 +10,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from hybridtrain.recording.record_file import (
 )
 from hybridtrain.util.files import open_input
 from hybridtrain.util.option_types import EACH, Count, NotNegative, Range, Rule, misfit
+from hybridtrain.util.own_directory import why_not_own
 
 Cells = np.ndarray[Any, np.dtype[np.void]]
 Numbers = np.ndarray[Any, np.dtype[Any]]
@@ -134,8 +136,9 @@ def read_record(path: Path, most_events: int | None = None) -> Record:
     """
     with open_input(path, "the record", _LARGEST_RECORD_BYTES) as file:
         content = file.read(-1 if most_events is None else most_events * CELL_BYTES)
+        foreign = why_not_own(file, path, "replay")
     try:
-        return _record(path, content)
+        return replace(_record(path, content), foreign=foreign)
     except _Damaged as damage:
         raise UserError(f"{path}: the record is damaged {damage}") from None
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.files import read_text, write_whole
+from hybridtrain.util.files import printable, read_text, write_whole
 
 HISTORY_FILE = "history.csv"
 ALWAYS = ("wall_s", "train_s", "epoch", "updates", "samples", "train_loss")
@@ -183,7 +183,7 @@ def read_history(folder: Path) -> RunCurve:
         text = read_text(path, "the history", errors="replace")
     except UserError:
         return RunCurve(bad=int(os.path.lexists(path)))
-    text = text.replace("\0", "�").replace("\r\n", "\n").replace("\r", "�")
+    text = printable(text.replace("\0", "�").replace("\r\n", "\n").replace("\r", "�"))
     whole, _, cut = text.rpartition("\n")
     head, *lines = whole.split("\n")
     try:

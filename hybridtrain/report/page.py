@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
-from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import Style, number
+from hybridtrain.report.svg import escape
 from hybridtrain.util.files import reason_of, write_named
 
 _STYLE = """

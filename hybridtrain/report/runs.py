@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import shortened
 from hybridtrain.report.history import HISTORY_FILE, RunCurve, read_history
-from hybridtrain.util.files import read_text
+from hybridtrain.util.files import printable_in, read_text
 from hybridtrain.util.option_types import is_number
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
@@ -169,15 +169,17 @@ def _natural(path: Path) -> list[tuple[bool, int, str]]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run; missing and broken files are left out."""
+    """Read a run; missing and broken files are left out. It may be another user's."""
     broken: list[str] = []
-    summary = read_mapping(folder / SUMMARY_FILE, broken)
-    ended = {} if summary.get("exit") == 0 else _ending(folder)  # resumed behind its sweep, perhaps
+    summary = printable_in(read_mapping(folder / SUMMARY_FILE, broken))
+    done = summary.get("exit") == 0
+    ended = {} if done else printable_in(_ending(folder))  # resumed behind its sweep, perhaps
     curve = read_history(folder)
     if curve.bad:
         broken.append(f"{HISTORY_FILE} ({curve.bad} rows)")
     status = ended.get("exit", summary.get("exit"))
-    overrides, config = (_yaml(folder / x, broken) for x in (OVERRIDES_FILE, CONFIG_FILE))
+    plain = (_yaml(folder / x, broken) for x in (OVERRIDES_FILE, CONFIG_FILE))
+    overrides, config = map(printable_in, plain)
     flat = dict(_flat(config)) if isinstance(config, dict) else {}
     flat.pop("run_dir", None)  # every run has another one
     return Run(
@@ -195,13 +197,22 @@ def read_run(folder: Path) -> Run:
 def read_mapping(path: Path, broken: list[str]) -> dict[str, Any]:
     """A JSON object; empty where there is none, or a broken one, whose name is appended."""
     try:
-        content = json.loads(read_text(path, "the file")) if os.path.lexists(path) else {}
-    except (ValueError, RecursionError):
+        content = mapping_in(read_text(path, "the file")) if os.path.lexists(path) else {}
+    except UserError:
         content = None
-    if not isinstance(content, dict):
+    if content is None:
         broken.append(path.name)
         return {}
     return content
+
+
+def mapping_in(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; ``None``: it is none."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _ending(folder: Path) -> dict[str, Any]:
@@ -227,7 +238,11 @@ def read_yaml(path: Path) -> Any:
     Raises:
         UserError: if it cannot be read.
     """
-    text = read_text(path, "the run's")
+    return yaml_in(read_text(path, "the run's"), path)
+
+
+def yaml_in(text: str, path: Path) -> Any:
+    """The plain values that a file's text means, unresolved. Raises UserError if it is damaged."""
     try:
         return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
     except Exception as error:  # PyYAML's, OmegaConf's

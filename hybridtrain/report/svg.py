@@ -5,8 +5,10 @@ Shapes have classes; :data:`STYLE` gives each class its colours.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable
-from html import escape
+
+from hybridtrain.util.files import printable
 
 COLOURS = {  # of a class, on light pages and on dark ones
     "page": ("#ffffff", "#0d1117"),
@@ -20,6 +22,11 @@ COLOURS = {  # of a class, on light pages and on dark ones
 _FONT = "13px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 CHARACTER = 7.4  # width of this font, in the widest of them
 Stroke = tuple[float, float, float, float]  # from x, y to x, y
+
+
+def escape(text: str) -> str:
+    """The text for HTML and SVG; characters that steer a terminal are escapes, too."""
+    return html.escape(printable(text))
 
 
 def _fills(page: int) -> str:

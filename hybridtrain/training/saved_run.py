@@ -174,7 +174,7 @@ def _is_plain(value: Any) -> bool:
         return True
     if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized:
         return False
-    return all(n < 2 or step for n, step in zip(value.shape, value.stride(), strict=True))
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _is_finite(value: Any) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.files import printable
 from hybridtrain.util.option_types import check, hint
 
 
@@ -88,7 +89,7 @@ def command(
     try:
         status = action(given)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

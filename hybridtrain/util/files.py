@@ -17,6 +17,7 @@ import errno
 import gzip
 import io
 import os
+import re
 import stat
 import struct
 import sys
@@ -27,8 +28,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from io import BufferedReader
+from mmap import PROT_READ, mmap
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from hybridtrain.errors import UserError
 
@@ -67,6 +69,26 @@ def short(path: str | Path) -> str:
     """The path as seen from the working directory of the command, where it lies below it."""
     relative = os.path.relpath(path, *_BEGINNINGS[-1:])
     return str(path) if relative.startswith("..") else relative
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text with escapes for characters that would steer a terminal, as in others' names."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable_in(value: Any) -> Any:
+    """A copy of plain values with :func:`printable` texts, keys included."""
+    match value:
+        case str():
+            return printable(value)
+        case dict():
+            return {printable_in(key): printable_in(each) for key, each in value.items()}
+        case list():
+            return [printable_in(each) for each in value]
+    return value
 
 
 def flush_output() -> None:
@@ -227,8 +249,13 @@ def _fault_of(path: Path) -> str | None:
         if path.stat().st_size == 0:
             return "it is empty"
         with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip() or _unsealed(path, archive)
             entries = archive.infolist()
+            for entry in entries:  # before it is read: a few bytes may stand for terabytes
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    return f"its {_name(entry)} is packed, and torch.save packs nothing"
+            bad = archive.testzip() or _unsealed(path, archive)
+            pickles = [] if bad else [x for x in entries if x.filename.endswith("data.pkl")]
+            calls = next(filter(None, (call_for_memory(archive.read(x)) for x in pickles)), None)
     except FileNotFoundError:
         return "there is no such file"
     except zipfile.BadZipFile as error:
@@ -239,11 +266,37 @@ def _fault_of(path: Path) -> str | None:
     if bad is not None:
         return f"the checksum of its {bad.partition('/')[2] or bad} is wrong"
     for entry in entries:  # torch would read as many bytes as are promised
-        if entry.compress_type == zipfile.ZIP_STORED and entry.file_size != entry.compress_size:
-            return f"the size of its {entry.filename.partition('/')[2] or entry.filename} is wrong"
-    if not any(entry.filename.endswith("data.pkl") for entry in entries):
-        return "it is no checkpoint"
-    return None
+        if entry.file_size != entry.compress_size:
+            return f"the size of its {_name(entry)} is wrong"
+    return calls or (None if pickles else "it is no checkpoint")
+
+
+def _name(entry: zipfile.ZipInfo) -> str:
+    return entry.filename.partition("/")[2] or entry.filename
+
+
+_FOR_MEMORY = re.compile(rb"cbuiltins\n(bytearray)\n|c(torch[\w.]*\n\w*Tensor)\n")
+
+
+def call_for_memory(pickled: bytes | mmap) -> str | None:
+    """Find a call in a pickle that takes memory without content for it; ``None``: there is none.
+
+    ``torch.load`` allows ``bytearray(n)`` and ``torch.Tensor(n)``; ``torch.save`` writes neither.
+    """
+    found = _FOR_MEMORY.search(pickled)
+    if found is None:
+        return None
+    called = (found[1] or found[2]).decode().replace("\n", ".")
+    return f"it calls {called}, for memory beside its content"
+
+
+def fault_of_old(path: Path) -> str | None:
+    """What is wrong with a checkpoint that is no archive, as far as that is known unread."""
+    with open_input(path, "the checkpoint") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return None  # torch.load says so
+        with mmap(file.fileno(), 0, prot=PROT_READ) as content:
+            return call_for_memory(content)
 
 
 def _unsealed(path: Path, archive: zipfile.ZipFile) -> str | None:

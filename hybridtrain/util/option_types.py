@@ -124,6 +124,9 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+_MOST_BITS = 1024
+
+
 def shown(value: Any, plain: bool = False) -> str:
     """A value, as short as a line needs it; ``plain``: as YAML has it."""
     yaml = {None: "null", True: "true", False: "false"}
@@ -131,6 +134,8 @@ def shown(value: Any, plain: bool = False) -> str:
         text = yaml[value]
     elif plain and isinstance(value, str) and _WORD.fullmatch(value):
         text = value
+    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:  # Python may not print it
+        text = f"a whole number of {value.bit_length():,} bits"
     else:
         text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"

@@ -25,7 +25,7 @@ from tests.picking import by_default
 optuna = pytest.importorskip("optuna", reason="searches need the extra `sweep`")
 
 from hybridtrain.cli.sweep.fair import Entry, FairSweeper, candidates, words_of  # noqa: E402
-from hybridtrain.cli.sweep.search import space_of  # noqa: E402
+from hybridtrain.cli.sweep.study import space_of  # noqa: E402
 
 FAIR = ["-m", "experiment=fair_comparison", "task=digits", "hydra.sweep.dir=jobs"]
 SMALL = [*FAIR, "compare=[hybrid,async]", "optimizer.lr=0.001,0.002", "seeds=1", "target.value=0.9"]

@@ -20,7 +20,8 @@ import torch
 from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from hybridtrain.cli import claim, resume
+from hybridtrain.cli import claim, former_run
+from hybridtrain.cli.former_run import FormerRun
 from hybridtrain.cli.hydra_config import complete_overrides, compose_config, conf_dir
 from hybridtrain.cli.resume import expanded
 from hybridtrain.cli.telemetry.monitor import RunMonitor
@@ -287,7 +288,7 @@ def test_a_torn_checkpoint_is_passed_over_by_name_and_the_one_before_is_taken(
 
 
 def summary_of_newest() -> dict[str, Any]:
-    return summary(next(iter(resume.runs_below(Path("runs")))))
+    return summary(next(iter(former_run.runs_below(Path("runs")))))
 
 
 def test_options_that_differ_are_shown_and_can_be_insisted_on(ended: Command) -> None:
@@ -345,7 +346,7 @@ def test_a_run_that_has_finished_is_running_or_is_of_a_newer_version_is_refused(
     command: Command,
 ) -> None:
     make_up_a_run("old")
-    resume.sign(Path("old"), goes_on=True)
+    former_run.sign(Path("old"), goes_on=True)
     Path("old/summary.json").write_text('{"exit": 0}')
     assert "has finished" in command("resume=old").complaint
     with in_use("old"):
@@ -369,6 +370,10 @@ def test_last_without_any_run_says_so(command: Command) -> None:
     assert "no run of this model in outputs" in command("task=digits", "ckpt=last").complaint
 
 
+def newest_of(directory: Path) -> Path | None:
+    return FormerRun.read(directory, "resume").newest()
+
+
 @pytest.mark.parametrize("place", ["interrupted.ckpt", "checkpoints/interrupted.ckpt"])
 def test_the_checkpoint_of_an_early_end_is_found_where_it_is_and_where_it_was(place: str) -> None:
     for step, name in enumerate(("checkpoints/last.ckpt", place)):
@@ -376,7 +381,7 @@ def test_the_checkpoint_of_an_early_end_is_found_where_it_is_and_where_it_was(pl
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"global_step": step}, path)
         os.utime(path, (step, step))
-    assert resume.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()
+    assert former_run.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()
 
 
 def test_what_an_earlier_run_has_left_in_the_directory_is_not_gone_on_from(
@@ -387,12 +392,12 @@ def test_what_an_earlier_run_has_left_in_the_directory_is_not_gone_on_from(
         path = Path("run/checkpoints") / name
         path.parent.mkdir(exist_ok=True)
         torch.save({"n": 1}, path)
-    resume.sign(Path("run"), goes_on=False)
-    assert resume.newest_of_run(Path("run")) is None
+    former_run.sign(Path("run"), goes_on=False)
+    assert newest_of(Path("run")) is None
     assert "last.ckpt is passed over: an earlier run has left it there" in capsys.readouterr().err
     torch.save({"n": 2}, "run/checkpoints/last.ckpt")
-    resume.sign(Path("run"), goes_on=True)
-    assert resume.newest_of_run(Path("run")) == Path("run/checkpoints/last.ckpt").absolute()
+    former_run.sign(Path("run"), goes_on=True)
+    assert newest_of(Path("run")) == Path("run/checkpoints/last.ckpt").absolute()
 
 
 def test_what_was_left_there_is_known_where_the_directory_has_moved() -> None:
@@ -400,9 +405,9 @@ def test_what_was_left_there_is_known_where_the_directory_has_moved() -> None:
     path = Path("run/checkpoints/last.ckpt")
     path.parent.mkdir()
     torch.save({"n": 1}, path)
-    resume.sign(Path("run"), goes_on=False)
+    former_run.sign(Path("run"), goes_on=False)
     Path("run").rename("moved")
-    assert resume.newest_of_run(Path("moved")) is None
+    assert newest_of(Path("moved")) is None
     model = ["task=digits", "ckpt=last", "hydra.run.dir=moved"]
     last_one = expanded(model)[-1]
     assert last_one == f"ckpt='{Path('moved/checkpoints/last.ckpt').absolute()}'", "of any run"
@@ -418,10 +423,10 @@ def test_checkpoints_are_found_where_hydra_has_put_them() -> None:
         path.parent.mkdir(exist_ok=True)
         torch.save({"n": 1}, path)
         if found:
-            assert resume.newest_of_run(Path("run")) == path.absolute()
+            assert newest_of(Path("run")) == path.absolute()
         else:
             with pytest.raises(UserError, match="cannot be resolved outside of the run"):
-                resume.newest_of_run(Path("run"))
+                newest_of(Path("run"))
 
 
 def test_paths_in_a_run_mean_what_they_meant_when_it_began(command: Command) -> None:
@@ -493,4 +498,4 @@ def test_a_configuration_cut_short_is_named(command: Command) -> None:
 def test_a_checkpoint_that_links_to_itself_is_passed_over() -> None:
     Path("run").mkdir()
     Path("run/last.ckpt").symlink_to("last.ckpt")
-    assert resume.newest([Path("run")]) is None
+    assert former_run.newest([Path("run")]) is None

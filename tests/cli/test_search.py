@@ -19,7 +19,8 @@ import pytest
 
 from hybridtrain.cli.sweep import reports, search
 from hybridtrain.cli.sweep.reports import Mailbox, Reporter
-from hybridtrain.cli.sweep.search import LiveTable, Search, SearchRun, combinations, space_of
+from hybridtrain.cli.sweep.search import LiveTable, SearchRun
+from hybridtrain.cli.sweep.study import Search, combinations, reading, seed_of, space_of
 from hybridtrain.errors import UserError
 from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary
@@ -167,6 +168,137 @@ def test_a_report_is_no_metric_and_a_replaced_failure_is_none(tmp_path: Path) ->
     with redirect_stdout(StringIO()) as out:
         LiveTable(-1.0).draw(study.trials, "val/acc", None)
     assert out.getvalue().splitlines()[1].split()[:4] == ["0", "pruned", "-", "0.45"]
+
+
+# ---- what others have written to the study -------------------------------------------------------
+
+SPACE = ["lr=interval(0.1, 0.9)", "n=range(1, 9, step=2)", "kind=hybrid,async"]
+FIT: dict[str, Any] = {"lr": 0.5, "n": 3, "kind": "async"}
+EVIL = "torch.hub.load"
+of, states = distributions, optuna.trial.TrialState
+MISFITS: dict[str, dict[str, tuple[Any, Any]]] = {
+    "another name": {"+callbacks.x._target_": (EVIL, of.CategoricalDistribution([EVIL]))},
+    "another choice": {"kind": (EVIL, of.CategoricalDistribution(["hybrid", EVIL]))},
+    "a choice that is no text": {"kind": (True, of.CategoricalDistribution(["hybrid", True]))},
+    "a text for a number": {"lr": (EVIL, of.CategoricalDistribution([EVIL]))},
+    "beyond the interval": {"lr": (0.95, of.FloatDistribution(0, 2))},
+    "between the steps": {"n": (2, of.IntDistribution(1, 9))},
+    "no whole number": {"n": (3.0, of.FloatDistribution(1, 9))},
+}
+
+
+def of_a_stranger(kind: str, state: Any, home: Path) -> tuple[Any, dict[str, Any]]:
+    """A study with one trial that does not fit, as a stranger leaves it: it claims to be mine."""
+    space, _ = space_of(SPACE)
+    study, params, each = optuna.create_study(), dict(FIT), dict(space)
+    for key, (value, distribution) in MISFITS[kind].items():
+        params[key], each[key] = value, distribution
+    trial = optuna.trial.create_trial(
+        state=state,
+        value=0.0 if state == states.COMPLETE else None,
+        params=params,
+        distributions=each,
+        user_attrs={"directory": str(home.absolute())},
+    )
+    study.add_trial(trial)
+    return study, space
+
+
+@pytest.mark.parametrize("state", [states.RUNNING, states.COMPLETE, states.FAIL])
+@pytest.mark.parametrize("kind", MISFITS)
+def test_only_names_and_values_of_the_search_space_become_overrides(
+    kind: str, state: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, space = of_a_stranger(kind, state, tmp_path)
+    search = Search(study, space, "random", 0, tmp_path)
+    search.prepare(2, alone=True)
+    assert "1 of its trials have names or values that are not of this search, and are passed" in (
+        capsys.readouterr().err
+    )
+    found = []
+    while (next_one := search.next()) is not None:
+        trial, has_begun = next_one
+        assert not has_begun and search.misfit(trial) is None
+        found.append(trial.number)
+        study.tell(trial, 1.0)
+    assert found == [1, 2], "the stranger's is none of the two"
+    best = search.best()
+    assert best is not None and best.number == 1, "nor is it shown as the best, with its command"
+    assert search.before == []
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [{"lr": 7.0}, {"n": 2}, {"kind": EVIL}, {"lr": EVIL}, {"+callbacks.x._target_": EVIL}, [EVIL]],
+)
+def test_a_trial_that_a_stranger_has_enqueued_is_no_job(
+    fixed: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, (space, _) = optuna.create_study(), space_of(SPACE)
+    study.add_trial(
+        optuna.trial.create_trial(state=states.WAITING, system_attrs={"fixed_params": fixed})
+    )
+    search = Search(study, space, "random", 0, tmp_path)
+    search.prepare(2)
+    try:
+        while (found := search.next()) is not None:
+            assert search.misfit(found[0]) is None and found[0].params.keys() == space.keys()
+            study.tell(found[0], 1.0)
+    except UserError as error:
+        assert "the study no-name" in str(error) and "\n" not in str(error)
+
+
+def test_a_trial_that_a_kill_has_cut_short_is_drawn_anew(tmp_path: Path) -> None:
+    study, (space, _) = optuna.create_study(), space_of(SPACE)
+    study.ask({"lr": space["lr"]})
+    search = Search(study, space, "random", 0, tmp_path)
+    search.prepare(1, alone=True)
+    trial, has_begun = search.next() or pytest.fail("one is to be had")
+    assert (trial.number, has_begun) == (1, False) and trial.params.keys() == space.keys()
+    study.tell(trial, 1.0)
+    assert search.next() is None
+
+
+def test_a_search_whose_study_others_can_write_does_not_go_on(command: Command) -> None:
+    Path("jobs").mkdir()
+    study = Path("jobs/study.db")
+    study.touch(0o666)
+    study.chmod(0o666)
+    result = command(*SEARCH, LR)
+    assert result.code == 2 and f"{study} can be written by everybody" in result.complaint
+    study.chmod(0o644)
+    Path("jobs").chmod(0o777)
+    assert "jobs can be written by everybody" in command(*SEARCH, LR).complaint
+
+
+ENTRIES: dict[str, str] = {
+    "a distribution that is none": "update trial_params set distribution_json = '{}'",
+    "a value that is no choice": "update trial_params set param_value = 99",
+    "a seed that is none": "update study_user_attributes set value_json = '\"x\"'",
+    "a space that is none": "update study_user_attributes set value_json = '[3]'",
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_entries_of_a_study_that_make_no_sense_are_one_line(entry: str, tmp_path: Path) -> None:
+    space, _ = space_of(["lr=0.1,0.2"])
+
+    def begun() -> Search:
+        study = optuna.create_study(
+            storage="sqlite:///study.db", study_name="search", load_if_exists=True
+        )
+        with reading(study):
+            search = Search(study, space, "random", seed_of(study, 0), tmp_path)
+            search.prepare(2)
+        return search
+
+    search = begun()
+    trial, _ = search.next() or pytest.fail("one is to be had")
+    search.study.tell(trial, 1.0)
+    with closing(sqlite3.connect("study.db")) as database, database:
+        database.execute(ENTRIES[entry])
+    with pytest.raises(UserError, match=r"^the study search has entries that no search has"):
+        begun()
 
 
 # ---- pruning -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain.cli.claim import release_all
 from hybridtrain.cli.config_values import ABSENT, changed_keys, resuming
+from hybridtrain.cli.former_run import FormerRun
 from hybridtrain.cli.sweep import resumed
 from hybridtrain.cli.sweep.resumed import Sweep
 from hybridtrain.errors import UserError
@@ -135,8 +136,8 @@ def test_what_was_null_has_changed_too_and_what_is_new_has_not(tmp_path: Path) -
     path.parent.mkdir()
     path.write_text(json.dumps(then))
     with pytest.raises(UserError, match=r"another configuration: a\.b=0\.01, then null"):
-        resumed._check_same(tmp_path, OmegaConf.create(now))
-    resumed._check_same(tmp_path, OmegaConf.create(then | {"c": 1}))
+        resumed._check_same(FormerRun.read(tmp_path, "resume"), OmegaConf.create(now))
+    resumed._check_same(FormerRun.read(tmp_path, "resume"), OmegaConf.create(then | {"c": 1}))
 
 
 def signed(directory: str, *own: str, hydra: Sequence[str] = (), finished: bool = False) -> None:
@@ -166,7 +167,7 @@ def test_a_search_that_was_made_longer_goes_on_as_long(command: Command) -> None
     options = {"task": ["resume='jobs'", "seeds=5"], "hydra": ["hydra.sweeper.n_trials=8"]}
     config = {"resume": "jobs", "hydra": {"overrides": options}}
     resumed.sign(Path("jobs"), OmegaConf.create(config))
-    now = resumed.read(Path("jobs"))
+    now = resumed.read(Path("jobs"), "resume=jobs")
     assert now == Sweep(["seeds=5"], ["hydra.sweeper.n_trials=8"], [], False)
 
 

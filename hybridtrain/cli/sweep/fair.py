@@ -26,17 +26,19 @@ from hybridtrain.cli import config_values, explain, hydra_config
 from hybridtrain.cli.config_values import assignments
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher, job_process
-from hybridtrain.cli.sweep.search import JobSweeper, checked_job, combinations, space_of
+from hybridtrain.cli.sweep.search import JobSweeper, checked_job
 from hybridtrain.cli.sweep.side_by_side import Job
+from hybridtrain.cli.sweep.study import combinations, space_of
 from hybridtrain.cli.validation.config_checks import uses_optimizer
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report import fair, fair_page
 from hybridtrain.report.charts import number
 from hybridtrain.report.fair import Goal, Training
 from hybridtrain.report.page import write
-from hybridtrain.report.runs import as_json, key_of, read_mapping
+from hybridtrain.report.runs import as_json, key_of, mapping_in
 from hybridtrain.util.files import short
 from hybridtrain.util.option_types import Finite, Positive, Range, check, is_number, misfit
+from hybridtrain.util.own_directory import OwnDirectory
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -258,7 +260,8 @@ class FairSweeper(JobSweeper):
 
     def _chosen_before(self, path: Path) -> dict[str, Any]:
         """Read the choice made before a kill. Raises UserError if it is damaged."""
-        content = read_mapping(path, [])
+        with OwnDirectory(path.parent, f"resume={short(path.parent)}") as directory:
+            content = mapping_in(directory.text(path.name) or "") or {}
         each = {name: ({"*": str}, NoneType) for name in self.entries}
         fault = misfit(content, {"target": Finite, "chosen": each}, CHOICE_FILE)
         if fault is None:

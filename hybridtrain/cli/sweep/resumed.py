@@ -19,25 +19,21 @@ from hybridtrain.cli import config_values, hydra_config
 from hybridtrain.cli.claim import attempt, claim, release
 from hybridtrain.cli.config_values import ABSENT, changed_keys, quoted
 from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.former_run import FORMAT, FormerRun, own_below, without_environment
 from hybridtrain.cli.resume import (
     ASIDE,
     AUTO,
-    FORMAT,
     LAST,
-    has_finished,
-    newest_in,
-    newest_of_run,
     output_root,
-    runs_below,
     shown_differences,
     typed_values,
 )
 from hybridtrain.cli.resume import expanded as expanded_run
-from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
-from hybridtrain.report.runs import CONFIG_FILE, SUMMARY_FILE, key_of, read_mapping, read_yaml
+from hybridtrain.report.runs import CONFIG_FILE, key_of, mapping_in, read_mapping
 from hybridtrain.util.files import short, write_whole
 from hybridtrain.util.option_types import is_number, misfit
+from hybridtrain.util.own_directory import Foreign, OwnDirectory
 
 SWEEP_FILE = "sweep.json"
 _SEARCH = ("hydra/sweeper", "hydra.sweeper")
@@ -73,27 +69,42 @@ class Sweep:
         return replace(self, overrides=[*own.values()], hydra=[*hydra.values()], finished=False)
 
 
-def read(directory: Path) -> Sweep:
-    """Raises UserError if this is no directory of a sweep, a newer version's, or of others."""
-    content = read_mapping(directory / SWEEP_FILE, [])
-    if content:  # it names classes, and folders with configurations
-        check_owner(directory / SWEEP_FILE, f"resume={directory}")
-    fits = bool(content) and misfit(content, _CONTENT, SWEEP_FILE) is None
-    found = Sweep(**{key: content[key] for key in _CONTENT}) if fits else Sweep()
+def read(directory: Path, asked: str) -> Sweep:
+    """Read a sweep that is to go on: it names classes, and folders with configurations.
+
+    Args:
+        directory: of the sweep.
+        asked: the user's option, for messages.
+
+    Raises:
+        Foreign: if another user can have written it.
+        UserError: if this is no directory of a sweep, or a newer version's.
+    """
+    content: dict[str, Any] = {}
+    if directory.is_dir():
+        with OwnDirectory(directory, asked) as opened:
+            content = mapping_in(opened.text(SWEEP_FILE) or "") or {}
+    found = _sweep_of(content)
     if found.format > FORMAT or not found.by_key():
         raise UserError(
-            f"resume={directory}: this is not the directory of a sweep that this version can go on "
+            f"{asked}: this is not the directory of a sweep that this version can go on "
             f"with (it has no whole {SWEEP_FILE}); give one such as multirun/DATE/TIME-ID, or a "
             "job's without --multirun"
         )
     return found
 
 
+def _sweep_of(content: dict[str, Any]) -> Sweep:
+    """An empty one if the content does not fit."""
+    fits = bool(content) and misfit(content, _CONTENT, SWEEP_FILE) is None
+    return Sweep(**{key: content[key] for key in _CONTENT}) if fits else Sweep()
+
+
 def sign(directory: Path, config: DictConfig) -> None:
     """Write ``sweep.json``; of a sweep that goes on, only how long it is now. Raises UserError."""
     given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
     if config.get("resume") is not None:
-        former = read(directory)
+        former = read(directory, f"resume={directory}")
         now = {key_of(x): x for x in (*given["task"], *given["hydra"]) if key_of(x) in _LENGTHS}
         if not now.items() <= former.by_key().items():
             _write(directory, former.lengthened(now))
@@ -103,8 +114,8 @@ def sign(directory: Path, config: DictConfig) -> None:
 
 
 def finish(directory: Path) -> None:
-    """Note that there is nothing left to go on with."""
-    _write(directory, replace(read(directory), finished=True))
+    """Note that there is nothing left to go on with, in the sweep of this process."""
+    _write(directory, replace(_sweep_of(read_mapping(directory / SWEEP_FILE, [])), finished=True))
 
 
 def _write(directory: Path, sweep: Sweep) -> None:
@@ -135,7 +146,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         raise UserError(f"{text}: only one sweep, or one run at a time, can go on")
     if values["resume"] != AUTO:
         directory = Path(str(values["resume"]))
-        former = read(directory)
+        former = read(directory, f"resume={directory}")
         known = former.by_key()
         if other := [x for key, x in _choosing(typed).items() if known.get(key) != x]:
             raise UserError(
@@ -147,21 +158,30 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             raise UserError(f"resume={directory}: all jobs of this sweep have finished")
         claim(directory, f"resume={directory}", "end that sweep first, or wait")
         return _going_on(directory, former, typed)
-    root = output_root(values, "sweep")
-    for directory in runs_below(root, SWEEP_FILE):
+    return _automatic(typed, values)
+
+
+def _automatic(typed: dict[str, str], values: dict[str, Any]) -> list[str]:
+    """Go on with the last unfinished sweep of the same jobs, or begin a new one."""
+    root, asked = output_root(values, "sweep"), "resume=auto"
+
+    def each(directory: Path, asked: str) -> tuple[Path, Sweep]:
+        return directory, read(directory, asked)
+
+    for directory, former in own_below(root, asked, each, SWEEP_FILE):
+        known = former.by_key()
+        # ckpt=last: it began with what was the last one then.
+        chosen = typed | ({"ckpt": known.get("ckpt", "")} if values.get("ckpt") == LAST else {})
+        if former.finished or _choosing(known) != _choosing(chosen):
+            continue
         try:
-            former = read(directory)
-            known = former.by_key()
-            # ckpt=last: it began with what was the last one then.
-            asked = typed | ({"ckpt": known.get("ckpt", "")} if values.get("ckpt") == LAST else {})
-            if former.finished or _choosing(known) != _choosing(asked):
+            if attempt(directory, asked) is not None:
                 continue
-            if attempt(directory, "resume=auto") is not None:
-                continue
+            finished = read(directory, asked).finished  # again, now that it is claimed
         except UserError:
-            continue  # of another version, damaged, or read-only
-        if not read(directory).finished:  # checked again, now that it is claimed
-            return _going_on(directory, former, asked)
+            continue  # read-only, or gone
+        if not finished:
+            return _going_on(directory, former, chosen)
         release(directory)
     print(f"resume=auto: no unfinished sweep of these jobs in {root}; a new one begins", flush=True)
     return expanded_run(list(typed.values()))
@@ -192,7 +212,11 @@ def _going_on(directory: Path, former: Sweep, typed: dict[str, str]) -> list[str
     if gone := [each for each in hydra_config.MORE_DIRS if not each.is_dir()]:
         raise UserError(f"resume={directory}: {gone[0]} is gone; give --config-dir FOLDER")
     print(f"the sweep in {directory} goes on", flush=True)
-    options = former.by_key() | {key.lstrip("+~"): text for key, text in typed.items()}
+    known, now = former.by_key(), {key.lstrip("+~"): text for key, text in typed.items()}
+    own = without_environment(
+        (text for key, text in known.items() if key not in now), f"resume={directory}"
+    )
+    options = {key: x for key, x in (known | now).items() if key in now or x in own}
     kept = [text for key, text in options.items() if key not in (*_RESUMING, *_PLACES)]
     return [*kept, quoted("resume", directory), quoted("hydra.sweep.dir", directory)]
 
@@ -206,18 +230,21 @@ def kept(directory: Path, cfg: DictConfig) -> CommandOutcome | None:
     Raises:
         UserError: if the job was configured otherwise, for example by another version of a file.
     """
-    _check_same(directory, cfg)
-    if not has_finished(directory):
+    run = FormerRun.read(directory, "resume")
+    _check_same(run, cfg)
+    if not run.has_finished:
         return None
-    metrics = read_mapping(directory / SUMMARY_FILE, []).get("metrics", {})
+    metrics = run.summary.get("metrics", {})
     metric = metrics.get(cfg.task.metric) if isinstance(metrics, dict) else None
     return CommandOutcome(metric=metric if is_number(metric) else None, directory=short(directory))
 
 
-def _check_same(directory: Path, cfg: DictConfig) -> None:
+def _check_same(run: FormerRun, cfg: DictConfig) -> None:
     try:
-        then = read_yaml(directory / CONFIG_FILE)
-    except UserError:  # it has not begun, or was killed or had no room while it did
+        then = run.plain_config
+    except UserError:  # it was killed or had no room while it began
+        return
+    if CONFIG_FILE not in run.texts:  # it has not begun
         return
     now = OmegaConf.to_container(cfg, resolve=False)
     found = [
@@ -227,29 +254,39 @@ def _check_same(directory: Path, cfg: DictConfig) -> None:
     ]
     if found:
         raise UserError(
-            f"resume: the job in {directory} had another configuration: "
+            f"resume: the job in {run.directory} had another configuration: "
             f"{shown_differences(found)}; begin another sweep"
         )
 
 
 def going_on(directory: Path) -> list[str]:
-    """Overrides with which the job continues, or begins if it has not yet."""
-    if not (directory / CONFIG_FILE).exists():
+    """Overrides with which the job continues, or begins if it has not yet.
+
+    Raises:
+        Foreign: if another user can have written its directory.
+    """
+    try:
+        run = FormerRun.read(directory, f"resume={directory}")
+    except Foreign:
+        raise
+    except UserError:  # no file, or no text
+        run = FormerRun(directory, {})
+    if CONFIG_FILE not in run.texts:
         return ["resume=null"]
     try:
-        path = newest_of_run(directory)
+        path = run.newest()
     except UserError:  # its configuration is damaged, or has values that only the job knows
-        path = newest_in(directory)
+        path = run.newest_in_usual_place()
     name = path.name if path else "its beginning"
     print(f"{directory} goes on from {name}", flush=True)
     own = [] if path is None else [quoted("ckpt", path)]
-    own += ["strategy.faults=null"] if _has_own_faults(directory) else []
+    own += ["strategy.faults=null"] if _has_own_faults(run) else []
     return [quoted("resume", directory), "faults=null", *own]  # what went wrong has been tried
 
 
-def _has_own_faults(directory: Path) -> bool:
+def _has_own_faults(run: FormerRun) -> bool:
     try:
-        strategy = read_yaml(directory / CONFIG_FILE)["strategy"]
+        strategy = run.plain_config["strategy"]
         return isinstance(strategy["faults"], list)  # else ${faults}, or Lightning's have no such
     except (UserError, LookupError, TypeError):
         return False

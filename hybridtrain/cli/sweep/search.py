@@ -1,45 +1,47 @@
-"""``hydra/sweeper=optuna``: a search by Optuna's ask and tell, over any keys, on our own launcher.
-
-The syntax of a search space is that of Hydra's own Optuna sweeper. All that has to survive is in
-Optuna's storage: a trial that a kill has left RUNNING keeps its number and values, and goes on in
-its directory. Each trial is drawn with a generator of its own, seeded with the search's seed and
-the trial's number: so a sampler has no state but the trials before, and a search that was broken
-off draws what it would have drawn.
-"""
+"""``hydra/sweeper=optuna``: a search by Optuna's ask and tell, over any keys, on our launcher."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
+import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from hybridtrain.cli import config_values, explain
+from hybridtrain.cli import explain
 from hybridtrain.cli.config_values import assignments
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher, check_job
 from hybridtrain.cli.sweep.side_by_side import Job
+from hybridtrain.cli.sweep.study import (
+    STUDY_FILE,
+    Sampling,
+    Search,
+    check_trials,
+    combinations,
+    reading,
+    seed_of,
+    space_of,
+)
 from hybridtrain.cli.validation.host_checks import check_directory
 from hybridtrain.cli.validation.target_checks import check_scheme
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report import charts
-from hybridtrain.report.runs import JOBS_FILE, as_json, brief, read_mapping
+from hybridtrain.report.runs import as_json, brief
 from hybridtrain.report.search import SEARCH_FILE
 from hybridtrain.util.files import short, write_whole
 from hybridtrain.util.option_types import Natural, Positive, typed
+from hybridtrain.util.own_directory import OwnDirectory
 
 if TYPE_CHECKING:
     import optuna
@@ -48,9 +50,7 @@ if TYPE_CHECKING:
 
     from hybridtrain.cli.sweep.reports import Mailbox
 
-STUDY_FILE, STUDY = "study.db", "search"
-DEFAULT_TRIALS, MOST_IN_GRID = 20, 10_000
-Sampling = Literal["tpe", "random", "grid"]
+STUDY = "search"
 
 
 class JobSweeper(Sweeper):
@@ -121,9 +121,10 @@ class OptunaSweeper(JobSweeper):
         direction = self.direction or ("maximize" if task.mode == "max" else "minimize")
         try:
             study = self._study(directory, direction)
-            _check_trials(study, directory)
-            search = Search(study, space, self.sampler, _seed_of(study, self.seed), directory)
-            search.prepare(self.n_trials, alone=self.storage is None)
+            with reading(study):
+                check_trials(study, directory)
+                search = Search(study, space, self.sampler, seed_of(study, self.seed), directory)
+                search.prepare(self.n_trials, alone=self.storage is None)
             resumed.sign(directory, self.sweep_config)
             SearchRun(
                 self.launcher, search, fixed, str(task.metric), _turned(task, direction)
@@ -157,6 +158,9 @@ class OptunaSweeper(JobSweeper):
     def _study(self, directory: Path, direction: Any) -> optuna.Study:
         import optuna
 
+        if self.storage is None and os.path.lexists(directory / STUDY_FILE):
+            with OwnDirectory(directory, f"resume={short(directory)}") as own_directory:
+                own_directory.check(STUDY_FILE)
         of: Any = optuna.pruners
         pruners = {"median": of.MedianPruner, "hyperband": of.HyperbandPruner, None: of.NopPruner}
         own = STUDY if self.storage is None else str(directory.absolute())
@@ -203,198 +207,10 @@ def checked_job(launcher: ProcessLauncher, overrides: list[str], given: Sequence
     return job
 
 
-# ---- search space -------------------------------------------------------------------------------
-
-
-def space_of(overrides: Sequence[str]) -> tuple[dict[str, BaseDistribution], list[str]]:
-    """The distribution of each key that is searched, and the other overrides; the last one counts.
-
-    Raises:
-        UserError: if nothing is searched.
-    """
-    found = {x.get_key_element(): x for x in config_values.parse(overrides)}
-    space = {}
-    for key, override in found.items():
-        try:
-            if override.is_sweep_override():
-                space[key] = _distribution(override)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{override.input_line}: {explain.one_line(error)}") from error
-    if not space:
-        raise UserError(
-            "hydra/sweeper=optuna: no key has several values; give for example "
-            "'optimizer.lr=tag(log, interval(1e-4, 1e-1))' or strategy=hybrid,async"
-        )
-    fixed = [
-        f"{key}={x.get_value_element_as_str()}" if not x.is_delete() else str(x.input_line)
-        for key, x in found.items()
-        if key not in space
-    ]
-    return space, fixed
-
-
-def _distribution(override: Override) -> BaseDistribution:
-    from optuna import distributions as of
-
-    value: Any = override.value()
-    if override.is_interval_sweep():
-        log, ends = "log" in value.tags, (value.start, value.end)
-        if not all(map(math.isfinite, (*ends, value.end - value.start))):
-            raise UserError("an interval has finite ends")
-        whole = all(isinstance(x, int) for x in ends)
-        kind: Any = of.IntDistribution if whole else of.FloatDistribution
-        return kind(*ends, log=log)
-    if override.is_range_sweep() and not value.shuffle:
-        whole = all(isinstance(x, int) for x in (value.start, value.stop, value.step))
-        kind = of.IntDistribution if whole else of.FloatDistribution
-        return kind(value.start, value.stop, step=value.step)
-    # As texts: what Hydra would write on the command line is not always a value of Optuna's.
-    return of.CategoricalDistribution(tuple(override.sweep_string_iterator()))
-
-
-def _grid_of(key: str, each: Any) -> Sequence[Any]:
-    """All values of a key, for a grid. Raises UserError for an interval of real numbers."""
-    if hasattr(each, "choices"):
-        return list(each.choices)
-    step = getattr(each, "step", None)
-    if step is None:
-        raise UserError(
-            f"hydra.sweeper.sampler=grid: {key} is an interval of real numbers; give values, or "
-            "range(low, high, step)"
-        )
-    n = int((each.high - each.low) / step + 1e-9) + 1
-    _check_size(n)
-    return [each.low + i * step for i in range(n)]
-
-
-def _check_size(n: int) -> None:
-    if n > MOST_IN_GRID:
-        raise UserError(f"hydra.sweeper.sampler=grid: {n} combinations; {MOST_IN_GRID} at most")
-
-
-def combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
-    """All points of a grid. Raises UserError if they are too many, or infinitely many."""
-    values = [_grid_of(key, each) for key, each in space.items()]
-    _check_size(math.prod(map(len, values)))
-    return [dict(zip(space, each, strict=True)) for each in itertools.product(*values)]
-
-
-def _check_trials(study: optuna.Study, directory: Path) -> None:
-    """Check that the study knows all finished jobs of the sweep's directory, with their values.
-
-    Raises:
-        UserError: if it is lost or damaged, as those jobs would run again.
-    """
-    endings = read_mapping(directory / JOBS_FILE, []).values()
-    finished = sum(isinstance(each, dict) and each.get("exit") == 0 for each in endings)
-    trials = [x for x in study.get_trials() if x.state.is_finished()]
-    lacking = [x.number for x in trials if x.state.name == "COMPLETE" and not x.values]
-    if len(trials) < finished or lacking:
-        lost = f"has no value of trial {lacking[0]}" if lacking else f"has {len(trials)} trials"
-        raise UserError(
-            f"the study {study.study_name} {lost}, but {short(directory / JOBS_FILE)} has "
-            f"{finished} finished jobs, which would run again; restore {STUDY_FILE}, or name the "
-            "storage and study as before; or begin anew in another hydra.sweep.dir"
-        )
-
-
 def _turned(task: Any, direction: str) -> bool:
     """Whether ``task.monitor``, which pruners judge by, has another direction than the study."""
     monitors = task.monitor is not None and task.monitor != task.metric
     return monitors and (task.mode == "max") != (direction == "maximize")
-
-
-def _seed_of(study: optuna.Study, seed: int | None) -> int:
-    if "seed" not in study.user_attrs:
-        study.set_user_attr("seed", time.time_ns() % 2**32 if seed is None else seed)
-    return int(study.user_attrs["seed"])
-
-
-# ---- the trials ---------------------------------------------------------------------------------
-
-
-class Search:
-    """Asks a study for trials, in their order, for a sweep in ``directory``."""
-
-    def __init__(
-        self,
-        study: optuna.Study,
-        space: dict[str, BaseDistribution],
-        sampler: Sampling,
-        seed: int,
-        directory: Path,
-    ) -> None:
-        from optuna.distributions import distribution_to_json
-        from optuna.trial import TrialState
-
-        self.study, self.space, self.directory = study, space, directory
-        self.states = TrialState
-        self._sampler, self._seed = sampler, seed
-        self._here = str(directory.absolute())
-        now = {key: distribution_to_json(each) for key, each in space.items()}
-        then = study.user_attrs.setdefault("space", now)
-        if then != now:
-            other = sorted(k for k in {*then, *now} if then.get(k) != now.get(k))
-            raise UserError(
-                f"the study {study.study_name} has another search space: {', '.join(other)} "
-                f"{'differs' if len(other) == 1 else 'differ'}; search the same keys and values, "
-                "or choose another hydra.sweeper.study_name"
-            )
-        study.set_user_attr("space", now)
-
-    def prepare(self, n_trials: int | None, alone: bool = False) -> None:
-        """Count what is left to do: trials that a kill left unfinished come first.
-
-        ``alone``: no other sweep has trials of this study; the directory may have moved.
-        """
-        unfinished = self.study.get_trials(states=(self.states.RUNNING,))
-        mine = [x for x in unfinished if x.user_attrs.get("directory") == self._here]
-        self._left = unfinished if alone else mine
-        self.before = [x for x in self.study.get_trials() if x.state.is_finished()]
-        if self._sampler == "grid":
-            n_grid = self._enqueue_grid()
-            n_trials = min(n_trials or n_grid, n_grid)
-        self.n_trials = n_trials or DEFAULT_TRIALS
-
-    def _enqueue_grid(self) -> int:
-        """Every combination not yet tried waits; those that failed wait again."""
-        grid = combinations(self.space)
-        known = [x for x in self.study.get_trials() if x.state != self.states.FAIL]
-        tried = [x.system_attrs.get("fixed_params", x.params) for x in known]
-        for params in grid:
-            if params not in tried:
-                self.study.enqueue_trial(params)
-        return len(grid)
-
-    def next(self) -> tuple[Trial, bool] | None:
-        """The next trial, and whether it has begun before; None: there is none."""
-        from optuna.trial import Trial
-
-        if self._left:
-            return Trial(self.study, self._left.pop(0)._trial_id), True
-        if self._has_enough():
-            return None
-        self.study.sampler = self._fresh_sampler(len(self.study.get_trials(deepcopy=False)))
-        trial = self.study.ask(self.space)
-        trial.set_user_attr("directory", self._here)
-        return trial, False
-
-    def _has_enough(self) -> bool:
-        """Whether no trial is left to begin; other sweeps may ask the same study."""
-        trials = self.study.get_trials(deepcopy=False)
-        waiting = sum(x.state == self.states.WAITING for x in trials)
-        failed = sum(x.state == self.states.FAIL for x in self.before)  # others replace them
-        if self._sampler == "grid" and not waiting:
-            return True
-        return len(trials) - waiting - failed >= self.n_trials
-
-    def _fresh_sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        from optuna import samplers
-
-        drawn = hashlib.sha256(f"{self._seed} {number}".encode()).digest()
-        seed = int.from_bytes(drawn[:4])
-        made = samplers.TPESampler if self._sampler == "tpe" else samplers.RandomSampler
-        return made(seed=seed)
 
 
 class LiveTable:
@@ -462,7 +278,7 @@ class SearchRun:
             self._launcher.run(self._jobs(), self._ended, self._listen, tells)
         finally:
             self._leave()
-        if self._winner() is None:
+        if self._search.best() is None:
             raise Lost("no job of the search has returned a metric")
 
     def _job(self, trial: FrozenTrial | Trial, more: Sequence[str] = ()) -> Job:
@@ -516,7 +332,9 @@ class SearchRun:
 
     def _show(self) -> None:
         if self._shown is not None:
-            self._shown.draw(self._study.get_trials(deepcopy=False), self._metric, self._winner())
+            trials = self._study.get_trials(deepcopy=False)
+            known = [x for x in trials if self._search.misfit(x) is None]
+            self._shown.draw(known, self._metric, self._search.best())
 
     def _ended(self, job: Job, outcome: CommandOutcome) -> CommandOutcome:
         if (mailbox := self._mailboxes.pop(job.number, None)) is not None:
@@ -548,15 +366,10 @@ class SearchRun:
 
     # ---- what the search leaves ----------------------------------------------------------------
 
-    def _winner(self) -> FrozenTrial | None:
-        try:
-            return self._study.best_trial
-        except ValueError:
-            return None
-
     def _leave(self) -> None:
         """Write what the page shows of the search, and print the winner's command."""
-        best, trials = self._winner(), self._study.get_trials(deepcopy=False)
+        best, trials = self._search.best(), self._study.get_trials(deepcopy=False)
+        trials = [x for x in trials if self._search.misfit(x) is None]
         command = ""
         if best is not None:
             fixed = [x for x in self._fixed if not x.startswith("resume=")]

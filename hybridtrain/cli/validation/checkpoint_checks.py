@@ -16,8 +16,9 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
+from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_sizes
 from hybridtrain.lightning.checkpointing.mid_epoch import next_row
-from hybridtrain.util.files import check_input, fault_of, is_archive
+from hybridtrain.util.files import check_input, fault_of, fault_of_old, is_archive
 
 
 def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = True) -> int:
@@ -41,11 +42,11 @@ def load_checkpoint(path: Path) -> Any:
     """Load plain data and tensors; raises UserError for a damaged file, and for code in it."""
     check_input(path, "the checkpoint ckpt=")
     zipped = is_archive(path)  # older ones are none, and have no checksums
-    if zipped and (fault := fault_of(path)) is not None:
+    if (fault := fault_of(path) if zipped else fault_of_old(path)) is not None:
         raise UserError(f"ckpt={path}: the file is corrupt: {fault}; choose another, or ckpt=last")
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's, about unusual pickles
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # readers of damaged files raise exceptions of any type
         words = _words_of_code(path)
         if isinstance(error, UnpicklingError) if zipped else any(x in str(error) for x in words):
@@ -57,6 +58,8 @@ def load_checkpoint(path: Path) -> Any:
             f"ckpt={path}: the file is corrupt or no checkpoint "
             f"({type(error).__name__}); choose another"
         ) from None
+    check_sizes(content, f"ckpt={path}")
+    return content
 
 
 def _words_of_code(path: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
 from itertools import chain
 from pathlib import Path
@@ -55,6 +54,31 @@ def _check_gpus(cfg: DictConfig, count: int) -> None:
     )
 
 
+def check_name(path: Path, what: str) -> None:
+    """Check that a directory is called what Hydra and YAML can keep.
+
+    Raises:
+        UserError: if its path has ``${``, which Hydra would replace, or is not UTF-8.
+    """
+    text = str(path.absolute())
+    if "${" in text:
+        raise UserError(
+            f"{what} {text} has ${{ in its name, which Hydra would replace; rename it, or choose "
+            "another"
+        )
+    check_text(text, what)
+
+
+def check_text(text: str, what: str) -> None:
+    """Raise UserError if a text is not UTF-8, as names of files may be."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{what} {text} is not UTF-8, and files of a run are; rename it (convmv)"
+        ) from None
+
+
 def check_directory(directory: Path) -> None:
     """Make the run directory if necessary, and check that it can be written."""
     try:
@@ -89,32 +113,3 @@ def refusal_of(directory: Path) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def check_owner(path: Path, purpose: str) -> None:
-    """Check that only this user or root can write a configuration or record.
-
-    Resuming and replaying instantiate the classes that it names, so its author decides what code
-    runs. Checkpoints, summaries and profiles are only data.
-
-    Args:
-        path: the file.
-        purpose: the option that uses it, for the error message.
-
-    Raises:
-        UserError: if another user can write it.
-    """
-    try:
-        found = path.stat()
-    except OSError as error:  # a link to itself
-        raise UserError(f"{purpose}: {path} cannot be read ({error.strerror})") from error
-    if found.st_uid not in (os.geteuid(), 0):
-        raise UserError(
-            f"{purpose}: {path} belongs to another user (number {found.st_uid}), and names the "
-            "code that would be run; if you trust it, make a copy and give that"
-        )
-    if found.st_mode & stat.S_IWOTH:
-        raise UserError(
-            f"{purpose}: {path} can be written by everybody, and names the code that would be run; "
-            f"if you trust it, say chmod o-w {path}"
-        )

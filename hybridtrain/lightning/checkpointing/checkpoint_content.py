@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_sizes
 from hybridtrain.lightning.checkpointing.mid_epoch import read_format
 from hybridtrain.lightning.checkpointing.rng_state import are_states
 from hybridtrain.lightning.hooks.points import Point, around
@@ -34,8 +36,9 @@ from hybridtrain.util.option_types import (
 )
 
 _Version = Annotated[str, Rule("such as 2.6.1", re.compile(r"\d{1,9}(\.\d{1,9}){1,3}").match)]
-_Rate = Tensor | NotNegative
-_RateOrNone = Tensor | NotNegative | None  # an optimizer may find its own rate
+_One = Annotated[Tensor, Rule("of one number", lambda rate: rate.numel() == 1)]
+_Rate = _One | NotNegative
+_RateOrNone = _One | NotNegative | None  # an optimizer may find its own rate
 _Finite = Annotated[float, Rule("that is finite", math.isfinite)]
 _Format = Annotated[int, Range(1, 2**62)]
 _Epoch = Annotated[int, Range(-1, 2**62)]
@@ -81,14 +84,27 @@ _VALUE = Tensor | bool | _Finite | str | list[Any] | dict[str, Any] | None  # a 
 _MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf"}
 # States of torch's optimizers, of one kind for all parameters. Others keep what they like, under
 # names of their own or of none of the parameters (MADGRAD, SM3).
-_KNOWN = _MOMENTS | {"step", "momentum_buffer", "grad_avg", "sum", "step_size", "mu_product"}
+_SCALARS = {"step", "mu_product"}
+_KNOWN = _MOMENTS | _SCALARS | {"momentum_buffer", "grad_avg", "sum", "step_size"}
 _STATES = (
     dict.fromkeys((f"{name}?" for name in sorted(_KNOWN)), _VALUE),
     Tensor | int | float | list[Any],
 )
+_OF_WORKER = {
+    "state?": {EACH: _STATES},
+    "exchange": {EACH: object, "residuals?": {EACH: Tensor}},
+    "parameters?": [Tensor],
+    "used?": NotNegative,
+}
+_OPTIMIZER = {
+    "state?": {EACH: _STATES},
+    "param_groups?": [_GROUP],
+    "masters?": {"update": str, "state": {EACH: _STATES}},
+    "workers?": {EACH: _OF_WORKER},
+}
 _FULL = {
     "loops?": {"fit_loop": _FIT_LOOP, "*loop": _LOOP},
-    "optimizer_states": [{"state?": {EACH: _STATES}, "param_groups?": [_GROUP]}],
+    "optimizer_states": [_OPTIMIZER],
     "lr_schedulers": [{"last_epoch?": _Epoch, "_step_count?": Count, "base_lrs?": [_Rate]}],
     "callbacks?": dict,
 }
@@ -108,6 +124,7 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
     if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
         raise UserError(f"{source}: this file holds no Lightning checkpoint (no state_dict)")
     read_format(content)
+    check_sizes(content, source)
     if resumes and "optimizer_states" not in content:
         raise UserError(
             f"{source}: this checkpoint holds weights only (save_weights_only=True wrote it), and "
@@ -116,6 +133,9 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
         )
     described = {**_WEIGHTS, **_FULL} if resumes else _WEIGHTS
     fault = misfit(content, described, "checkpoint")
+    if fault is None and isinstance(content.get("hybridtrain"), Mapping):
+        loaders = content["hybridtrain"]["loaders"]
+        fault = next(filter(None, map(_odd_loader, loaders)), None)
     if fault is None and resumes:
         weights = content["state_dict"].values()
         alike = all(map(_filled, weights)) and all(weight.numel() for weight in weights)
@@ -123,6 +143,23 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
         fault = next(filter(None, faults), None)
     if fault is not None:
         raise UserError(f"{source}: the file was changed or is damaged: {fault}")
+
+
+def _odd_loader(loader: Mapping[str, Any]) -> str | None:
+    """The fault of a loader's rest, which is drawn anew: a few bytes may stand for any number."""
+    indices, sizes = loader["indices"], loader.get("sizes")
+    n = loader["length"]
+    if indices is not None:
+        if indices.dim() != 1 or indices.dtype is not torch.int64:
+            return f"a loader's indices are {indices.dtype} of shape {tuple(indices.shape)}"
+        n = len(indices) if sizes is None else len(sizes)
+        if sizes is not None and sum(sizes) != len(indices):
+            return f"a loader's {len(indices)} indices are in mini-batches of {sum(sizes)}"
+    spans = [tuple(span) for span in loader["spans"]]
+    ends = [0, *(end for span in sorted(spans) for end in span), n]
+    if any(len(span) != 2 for span in spans) or ends != sorted(ends):
+        return f"a loader's spans are {shown(spans)}, and its order has {n}"
+    return None
 
 
 def _uneven(optimizer: Mapping[str, Any], alike: bool) -> str | None:
@@ -141,12 +178,17 @@ def _uneven(optimizer: Mapping[str, Any], alike: bool) -> str | None:
         for number, state in members.items():
             if not isinstance(state, Mapping) or _lacks(state, group, members.values()):
                 return f"the optimizer's state of parameter {number} is not whole"
-            shapes = {x.shape for name, x in state.items() if name in _MOMENTS and _filled(x)}
+            shapes = {name: x.shape for name, x in state.items() if name in _MOMENTS and _filled(x)}
+            if len(set(shapes.values())) > 1:
+                said = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+                return f"the moments of parameter {number} have different shapes: {said}"
             for name, value in state.items():
                 if name not in _KNOWN:
                     continue
+                if name in _SCALARS and isinstance(value, Tensor) and value.numel() != 1:
+                    return f"{name} of parameter {number} has shape {tuple(value.shape)}, not ()"
                 kinds[name].add(_kind(value) if alike else type(value).__name__)
-                kind_differs = len(kinds[name] - {"NoneType"}) > 1 or len(shapes) > 1
+                kind_differs = len(kinds[name] - {"NoneType"}) > 1
                 if kind_differs or (value is None and name in _MOMENTS):
                     return f"{name} of parameter {number} is {_kind(value)}, which does not fit"
     return None
@@ -217,6 +259,8 @@ def restoring() -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+            raise
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"ckpt: a part of the checkpoint cannot be restored: {said}") from error

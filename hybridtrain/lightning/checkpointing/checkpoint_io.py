@@ -132,7 +132,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
                 self._remove(old)
 
     def _remove(self, path: str) -> None:
-        if self.unsaved.refused:
+        if ".." in Path(path).parts:  # of a checkpoint's callbacks: theirs are resolved
+            rank_zero_warn(f"{path} is not deleted: no checkpoint of this run is called so")
+        elif self.unsaved.refused:
             self._kept_back.append(path)
         else:
             try:

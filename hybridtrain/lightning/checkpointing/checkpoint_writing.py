@@ -30,7 +30,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
 from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
 from hybridtrain.memory.scratch_file import Scratch
-from hybridtrain.util.files import check_input, fault_of, is_archive
+from hybridtrain.util.files import check_input, fault_of, fault_of_old, is_archive
 
 _COARSE_S = 2.0  # clocks of file systems
 
@@ -201,7 +201,8 @@ def check_whole(path: Any) -> None:
     if not isinstance(path, str | Path) or not Path(path).exists() or Path(path).is_dir():
         return
     check_input(path, "the checkpoint ckpt_path=")
-    if is_archive(path) and (fault := fault_of(Path(path))) is not None:
+    fault = fault_of(Path(path)) if is_archive(path) else fault_of_old(Path(path))
+    if fault is not None:
         raise UserError(f"ckpt_path={str(path)!r} was given, but {fault}; give another")
 
 

@@ -47,6 +47,7 @@ from hybridtrain.protocol.messages import LoaderPass
 from hybridtrain.protocol.spans import Spans, positions
 from hybridtrain.training.samplers import Begun, EpochPlan, EpochSampler, Order, Seeded
 from hybridtrain.updates.groups import Groups, plain
+from hybridtrain.util.option_types import shown
 
 KEY = "hybridtrain"
 FORMAT = 1
@@ -81,6 +82,8 @@ class Resumed:
             return Begun(self.epoch, plan.order, ((0, plan.length),), state["batches"])
         spans = tuple((start, stop) for start, stop in state["spans"])
         crew = tuple(state.get("crew", ()))  # only from another worker of this run
+        if not set(crew) <= set(range(len(plan.sizes))):
+            raise UserError(f"ckpt: the checkpoint has a crew of other workers: {shown(crew)}")
         return Begun(self.epoch, _order(state), spans, state["batches"], state["lap"], crew)
 
 

@@ -203,8 +203,8 @@ class Gathering:
             )
 
     def _came(self) -> list[HostConnection]:
-        for stranger in self.listener.refused():
-            to_stderr(f"turned away: {stranger}")
+        if (strangers := self.listener.refused()) is not None:
+            to_stderr(f"turned away: {strangers}")
         return self.listener.accepted()
 
     def last_arrivals(self) -> list[HostConnection]:

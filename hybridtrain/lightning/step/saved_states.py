@@ -14,6 +14,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.exchanges.exchange import OWN
+from hybridtrain.lightning.checkpointing.checkpoint_content import restoring
+from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_shapes, check_worker
 from hybridtrain.memory.scratch_file import Scratch, fill, read
 from hybridtrain.training.step.worker_step import MASTERS, WorkerStep
 from hybridtrain.updates.named import NamedUpdate
@@ -46,6 +48,8 @@ class SavedStates:
         if (masters := own.pop(MASTERS, None)) is not None:
             self._masters[id(optimizer)] = masters
         self._inner[id(optimizer)] = own.pop(WORKERS, {})
+        for inner in self._inner[id(optimizer)].values():
+            check_worker(optimizer, inner, "ckpt")
         optimizer.load_state_dict(own)
 
     def masters_of(
@@ -59,6 +63,7 @@ class SavedStates:
         apart = made is not optimizer
         loaded = self._masters.pop(id(optimizer), None)
         if loaded is not None and apart and loaded["update"] == update.name:
+            check_shapes(made, {"state": loaded["state"]}, "ckpt")
             made.load_state_dict(made.state_dict() | {"state": loaded["state"]})
         elif loaded is not None or (apart and not own and optimizer.state):
             rank_zero_warn(
@@ -81,7 +86,8 @@ class SavedStates:
             if "means" in known:  # all count alike the steps since then; this one has made none
                 saver["means"] = known["means"][0], 0.0
             used = states.get(self._client.worker, {}).get("used", 0.0)
-            step.load_own_state({**states.get(self._like, saver), "used": used})
+            with restoring():
+                step.load_own_state({**states.get(self._like, saver), "used": used})
 
     # ---- into -----------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from hybridtrain.util.option_types import Above0, Checked, Positive, Range
 
 LOWEST_HZ = 20.0
 MFCC_FILTERS = 40
+LONGEST_S, MOST_STEPS = 1.0, 64  # of a window: all frames together are so many times the sound
 FLOOR = 1e-4  # magnitude that 16-bit rounding alone has: digital silence counts as such noise
 
 
@@ -50,7 +51,7 @@ class Features(Checked):
     """
 
     kind: Literal["mfcc", "logmel", "paper"] = "mfcc"
-    sample_rate: Annotated[int, Range(1000)] = 16000  # Hz
+    sample_rate: Annotated[int, Range(1000, 1_000_000)] = 16000  # Hz
     n_features: Positive = 26
     window_s: Above0 = 0.032
     step_s: Above0 = 0.020
@@ -69,6 +70,11 @@ class Features(Checked):
             raise UserError(
                 f"data.features.window_s={self.window_s}, step_s={self.step_s}: both must be"
                 " positive times in seconds (DeepSpeech: 0.032 and 0.020)"
+            )
+        if self.window_s > LONGEST_S or self.window_s > MOST_STEPS * self.step_s:
+            raise UserError(
+                f"data.features.window_s={self.window_s}, step_s={self.step_s}: a window has at"
+                f" most {LONGEST_S:g} s and {MOST_STEPS} steps (DeepSpeech: 0.032 and 0.020)"
             )
 
     @property

@@ -68,7 +68,7 @@ class Listener(Door):
         for identity in late:
             half = self._halves.pop(identity)
             _close(half)
-            self._note(f"host {half.host}: it did not make all of its connections")
+            self._note(f"host {half.host}", "it did not make all of its connections")
 
     def _misfit(self, said: dict[str, Any]) -> str | None:
         if (fault := _fault(said)) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import select
 import socket
@@ -32,12 +33,45 @@ _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 1 << 16
 _GREETING_S = 5.0
 _MOST_PENDING = 16
-_MOST_REASONS = 100
+_MOST_ADDRESSES, _SHOWN = 100, 3
+_SUM_S = 30.0  # between two lines about connections that were turned away
 _RETRY_S = 0.2
 
 
 class Refused(Exception):
     """The other side does not take part; the text says why."""
+
+
+class Refusals:
+    """Connections that were turned away: the first makes a line at once, later ones a sum."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # by address
+        self._total, self._last, self._said_s = 0, "", -math.inf
+
+    def add(self, address: str, reason: str) -> None:
+        """Count a connection. ``address``: with the port, which is another one each time."""
+        self._total, self._last = self._total + 1, f"{address}: {reason}"
+        home = address.rpartition(":")[0] or address
+        if home in self._numbers or len(self._numbers) < _MOST_ADDRESSES:
+            self._numbers[home] = self._numbers.get(home, 0) + 1
+
+    def is_due(self) -> bool:
+        """Whether there is a line to be said now."""
+        return bool(self._total) and time.monotonic() >= self._said_s + _SUM_S
+
+    def take(self) -> str:
+        """The line about all since the last one."""
+        now_s = time.monotonic()
+        several, known = self._total, math.isfinite(self._said_s)
+        during = f" in {now_s - self._said_s:.0f} s" if known else ""
+        most = sorted(self._numbers.items(), key=lambda each: -each[1])
+        shown = ", ".join(f"{n:,} from {home}" for home, n in most[:_SHOWN])
+        more = ", …" if len(most) > _SHOWN else ""
+        said = f"{several:,} connections{during} ({shown}{more}); the last: {self._last}"
+        line = self._last if several == 1 else said
+        self._numbers, self._total, self._said_s = {}, 0, now_s
+        return line
 
 
 class Door(ABC):
@@ -69,8 +103,7 @@ class Door(ABC):
         self._lock = threading.Lock()  # guards all below
         self._pending: dict[ssl.SSLSocket, str] = {}  # oldest first
         self._threads: set[threading.Thread] = set()
-        self._reasons: list[str] = []
-        self._unsaid = 0
+        self._refusals = Refusals()
         self._closed = False
         self._bell, self._wake = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in "bw")
         self._main = threading.Thread(target=self._serve, name="hosts", daemon=True)
@@ -107,14 +140,10 @@ class Door(ABC):
     def _ring(self) -> None:
         os.eventfd_write(self._bell, 1)
 
-    def refused(self) -> list[str]:
-        """Address and reason of each that was turned away since the last call."""
+    def refused(self) -> str | None:
+        """A line about connections that were turned away; ``None``: none is due."""
         with self._lock:
-            reasons, self._reasons = self._reasons, []
-            if self._unsaid:
-                reasons.append(f"and {self._unsaid} more")
-            self._unsaid = 0
-        return reasons
+            return self._refusals.take() if self._refusals.is_due() else None
 
     def close(self) -> None:
         """Stop listening."""
@@ -143,6 +172,8 @@ class Door(ABC):
             poll.poll(1000)
             with self._lock:
                 self._tidy()
+                if self._refusals.is_due():
+                    self._ring()
             try:
                 self._accept()
             except Exception as error:  # no descriptor, no thread, a connection that is gone
@@ -159,7 +190,7 @@ class Door(ABC):
         with self._lock:
             if len(self._pending) >= _MOST_PENDING:
                 oldest = next(iter(self._pending))
-                self._note(f"{self._pending.pop(oldest)}: too many others are waiting")
+                self._note(self._pending.pop(oldest), "too many others are waiting")
                 sockets.shut(oldest)
             self._pending[sock] = address
             self._threads.add(thread)
@@ -214,14 +245,11 @@ class Door(ABC):
 
     def _refuse(self, address: str, reason: str) -> None:
         with self._lock:
-            self._note(f"{address}: {reason}")
+            self._note(address, reason)
 
-    def _note(self, reason: str) -> None:
-        if len(self._reasons) < _MOST_REASONS:
-            self._reasons.append(reason)
-        else:
-            self._unsaid += 1
-        if not self._closed:
+    def _note(self, address: str, reason: str) -> None:
+        self._refusals.add(address, reason)
+        if self._refusals.is_due() and not self._closed:
             self._ring()
 
 

@@ -131,6 +131,18 @@ def of_unknown_net(path: Path, ckpt: str) -> None:
     torch.save(content, path)
 
 
+def of_a_huge_net(path: Path, ckpt: str) -> None:
+    content = torch.load(ckpt, weights_only=True)
+    content["hyper_parameters"]["net"]["width"] = 2**20
+    torch.save(content, path)
+
+
+def of_endless_windows(path: Path, ckpt: str) -> None:
+    content = torch.load(ckpt, weights_only=True)
+    content["hyper_parameters"]["features"]["window_s"] = 3600.0
+    torch.save(content, path)
+
+
 def without_weights(path: Path, ckpt: str) -> None:
     content = torch.load(ckpt, weights_only=True)
     del content["state_dict"]
@@ -147,6 +159,8 @@ def without_weights(path: Path, ckpt: str) -> None:
         (empty, "corrupt"),
         (of_another_task, "not the checkpoint of a speech model"),
         (of_another_width, "does not fit"),
+        (of_a_huge_net, r"in the file, and (1048576,"),
+        (of_endless_windows, "a window has at most 1 s and 64 steps"),
         (of_unknown_net, "transformer"),
         (without_weights, "does not fit"),
     ],

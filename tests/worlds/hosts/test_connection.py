@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,8 +71,8 @@ def refusal(listener: Listener) -> str:
     while True:
         assert select.select([listener], [], [], PATIENCE_S)[0]
         assert listener.accepted() == []
-        if reasons := listener.refused():
-            return reasons[0]
+        if (line := listener.refused()) is not None:
+            return line
 
 
 def received(end: HostConnection, count: int) -> list[Any]:
@@ -500,7 +501,7 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_host_out(listener: Listener
             strangers.enter_context(closing(connect(listener)))
         with closing(call(listener)), closing(accepted(listener)):
             assert len(listener._pending) <= 16
-        assert any("too many" in each for each in listener.refused())
+        assert "too many" in str(listener.refused())
 
 
 def test_a_silent_stranger_is_turned_away_in_time(
@@ -531,12 +532,42 @@ def test_a_host_that_makes_only_one_connection_is_dropped(
         assert "did not make all" in refusal(listener)
 
 
-def test_the_reasons_of_a_flood_are_counted(listener: Listener) -> None:
-    for number in range(150):
-        listener._refuse("x", str(number))
-    reasons = listener.refused()
-    assert len(reasons) == 101 and reasons[-1] == "and 50 more"
-    assert listener.refused() == []
+def test_strangers_make_a_line_at_once_and_then_a_sum_per_time(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(door, "time", SimpleNamespace(monotonic=lambda: now_s))
+    listener._refuse("10.0.0.7:50001", "no answer in time")
+    assert listener.refused() == "10.0.0.7:50001: no answer in time"
+    lines = []
+    for number in range(3000):
+        now_s += 1 / 32
+        listener._refuse(f"10.0.0.{7 if number % 3 else number % 200}:{number}", "no key")
+        lines += [line] if (line := listener.refused()) else []
+    assert len(lines) == 3, "in 94 seconds"
+    assert lines[0].startswith("960 connections in 30 s (6")
+    assert " from 10.0.0.7, " in lines[0] and len(lines[0]) < 200
+    assert lines[0].endswith(", …); the last: 10.0.0.7:959: no key")
+    now_s += 40
+    assert str(listener.refused()).startswith("120 connections in ")
+    now_s += 40
+    assert listener.refused() is None, "nobody has come since"
+
+
+def test_a_flood_from_many_addresses_takes_no_memory() -> None:
+    refusals = door.Refusals()
+    for number in range(5000):
+        refusals.add(f"2001:db8::{number:x}:1", "no key")
+    assert len(refusals._numbers) == 100
+    assert "5,000 connections" in refusals.take() and not refusals._numbers
+
+
+def test_a_flood_wakes_host_0_for_a_line_and_not_for_each_stranger(listener: Listener) -> None:
+    listener._refuse("x:1", "no key")
+    assert listener.accepted() == [] and listener.refused() is not None
+    for number in range(100):
+        listener._refuse("x:1", str(number))
+    assert not select.select([listener], [], [], 0)[0]
 
 
 def test_a_listener_that_closes_leaves_nothing() -> None:
