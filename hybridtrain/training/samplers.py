@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -48,11 +49,15 @@ class Seeded:
 
 
 def drawn(sampler: Sampler[int], client: Client, epoch: int) -> list[int]:
-    """The order of the user's own sampler, drawn by worker 0 for all (it may be random)."""
+    """The order of the user's own sampler, drawn by worker 0 for all (it may be random).
+
+    It has no more than the sampler's length: one that never ends draws an epoch.
+    """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     draws = client.is_leader or client.solo  # who joins meets nobody yet
-    mine = list(map(_plain, sampler)) if draws else None
+    most = len(sampler) if isinstance(sampler, Sized) else None
+    mine = list(map(_plain, islice(sampler, most))) if draws else None
     return client.gather("order of the epoch", mine)[0]
 
 
@@ -172,6 +177,11 @@ class EpochSampler(Sampler[int]):
         """Whether a part of the epoch is done, in this run or before the checkpoint."""
         begun = self._begun is not None and self._begun.epoch == epoch
         return self.epoch == epoch and (begun or self._iterated == epoch)
+
+    @property
+    def asked(self) -> bool:
+        """Whether it has been iterated over."""
+        return self._iterated is not None
 
     def stale(self) -> bool:
         """Whether the current iteration is over another epoch."""

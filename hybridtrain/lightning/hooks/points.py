@@ -26,7 +26,6 @@ class Point(Enum):
     RESTORE = "restore_callbacks restore_training_state", "Restoration.restore"
     # data connector
     PREPARE = "_prepare_dataloader", "Loaders.prepare"
-    RESOLVE = "_resolve_sampler", "Loaders.resolve"
     # signal connector
     SIGNALS = "register_signal_handlers", "install_nothing"
     # logger connector
