@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
@@ -48,15 +48,14 @@ class Seeded:
         return torch.randperm(self.length, generator=generator).tolist()
 
 
-def drawn(sampler: Sampler[int], client: Client, epoch: int) -> list[int]:
+def drawn(sampler: Sampler[int], client: Client, most: int | None, epoch: int) -> list[int]:
     """The order of the user's own sampler, drawn by worker 0 for all (it may be random).
 
-    It has no more than the sampler's length: one that never ends draws an epoch.
+    It has at most so many samples: the sampler may never end.
     """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     draws = client.is_leader or client.solo  # who joins meets nobody yet
-    most = len(sampler) if isinstance(sampler, Sized) else None
     mine = list(map(_plain, islice(sampler, most))) if draws else None
     return client.gather("order of the epoch", mine)[0]
 

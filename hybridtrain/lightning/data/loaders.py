@@ -251,7 +251,9 @@ class Loaders:
             forget_places(self._trainer)  # worker 0's, perhaps beyond what is done
         begun = resumed.begun(number, plan) if resumed else None
         self._tell(number, dataloader.dataset)
-        kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
+        # Without a mini-batch Lightning is to know the length: it ends, as on one device.
+        shares = self._requirements.data == "shares" or batches_of(plan) == 0
+        kind = ShareSampler if shares else QueueSampler
         if kind is QueueSampler and self._client.n_workers > 1:
             warn_of_pairs(plan, self.samplers)
         self.samplers.append(kind(plan, epoch, self._client, number, begun))

@@ -103,7 +103,17 @@ def order_of(dataloader: DataLoader[Any] | Batches, shuffle: bool, client: Clien
     if is_plain(dataloader):
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if shuffle else None
         return Seeded(len(dataloader.dataset), seed)  # type: ignore[arg-type]
-    return partial(drawn, sampler_of(dataloader), client)
+    return partial(drawn, sampler_of(dataloader), client, _most_of(dataloader))
+
+
+def _most_of(dataloader: DataLoader[Any] | Batches) -> int | None:
+    """Samples in as many mini-batches as the user's sampler says it has; it may draw more."""
+    sampler, batches = sampler_of(dataloader), dataloader.batch_sampler
+    if not isinstance(sampler, Sized):
+        return None
+    size = getattr(batches, "batch_size", 1) or 1
+    whole, rest = divmod(len(sampler), size)
+    return size * (whole + (rest > 0 and not getattr(batches, "drop_last", False)))
 
 
 # ---- mini-batches of other sizes -----------------------------------------------------------------

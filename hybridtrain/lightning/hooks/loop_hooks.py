@@ -102,6 +102,22 @@ def validation_is_due(trainer: Any) -> bool:
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
+def validates_at_end(trainer: Any) -> bool:
+    """Whether an epoch whose loaders have ended before their length is to be validated now.
+
+    So it is if a validation was due at its planned end, and none followed the last mini-batch.
+    """
+    loop, every = trainer.fit_loop, trainer.val_check_batch  # None: a time
+    if (
+        every is None
+        or trainer.check_val_every_n_epoch is None
+        or not validates_this_epoch(trainer)
+    ):
+        return False
+    batches = loop.epoch_loop.batch_progress.current.ready
+    return every == loop.max_batches or bool(loop.max_batches % every == 0 < batches % every)
+
+
 def validation_seconds(trainer: Any) -> float | None:
     """``val_check_interval`` in seconds, if it is a time."""
     return trainer._val_check_time_interval

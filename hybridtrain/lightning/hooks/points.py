@@ -48,7 +48,8 @@ class Point(Enum):
     )
     VALIDATION_DUE = (
         "_should_check_val_fx",
-        "UpdateCount.call_for_logged WorkerCallback.validate_together Validations.is_due",
+        "UpdateCount.call_for_logged WorkerCallback.validate_together Validations.is_due "
+        "Absence.validation_is_due",
     )
     # progress of mini-batches
     STEP_MADE = "increment_processed", "Absence.step_is_made"
