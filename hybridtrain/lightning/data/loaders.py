@@ -32,7 +32,7 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
     validate_again,
 )
 from hybridtrain.lightning.checkpointing.rng_state import RngState
-from hybridtrain.lightning.data.batch_size import Scales, step_fetches
+from hybridtrain.lightning.data.batch_size import Scales, keeps_all, step_fetches
 from hybridtrain.lightning.data.epoch_state import EpochState
 from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group
 from hybridtrain.lightning.data.user_loaders import (
@@ -120,6 +120,7 @@ class Loaders:
         self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
         self._begin_evaluation(client.there)
         self._moved = False  # Lightning's iterator has an outdated length
+        self._all_kept = True  # mini-batches have all samples that were drawn for them
         instead(Point.PREPARE, data_connector(trainer), self.prepare)
         loop = trainer.fit_loop.epoch_loop
         loops = (loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
@@ -268,14 +269,18 @@ class Loaders:
         """Mini-batches of one worker's turn: those of one optimizer step; 0: no turns."""
         return int(self._trainer.accumulate_grad_batches) if self._requirements.takes_turns else 0
 
+    @property
+    def _training_loaders(self) -> list[Any]:
+        return combined_loader(self._trainer.fit_loop).flattened
+
     def _has_several(self) -> bool:
-        return len(combined_loader(self._trainer.fit_loop).flattened) > 1
+        return len(self._training_loaders) > 1
 
     @property
     def are_alike(self) -> bool:
         """Whether a step has the same positions of all training loaders."""
         n, plans = len(self.samplers), [sampler.plan for sampler in self.samplers]
-        n_all = len(combined_loader(self._trainer.fit_loop).flattened)
+        n_all = len(self._training_loaders)
         return n == n_all > 0 and all(plan.is_like(plans[0]) for plan in plans)
 
     def _fills(self) -> bool:
@@ -317,14 +322,14 @@ class Loaders:
         if batch is None and not sure:
             return 1.0, None  # training_step(dataloader_iter) is about to fetch by itself
         planned = sum(known) if sure else None
-        weight = self._scales.weigh(batch, planned)
+        weight = self._scales.weigh(batch, planned, self._all_kept)
         # The others' share of this step is known in samples, not in the user's own count.
         in_step = len(portions) == 1 and portions[0] is not None and weight == planned
         return weight, portions[0].together if in_step and portions[0] else None
 
     def _check_asked(self) -> None:
         """A mini-batch has come that a sampler does not know of."""
-        for loader in combined_loader(self._trainer.fit_loop).flattened:
+        for loader in self._training_loaders:
             if (sampler := sampler_in(loader, EpochSampler)) is not None:
                 check_asked(loader, sampler)
 
@@ -502,6 +507,7 @@ class Loaders:
         self._moved |= self.position.begin()
         for sampler in self.samplers:  # of a loader in another object Lightning sets none
             sampler.set_epoch(self.position.epoch)
+        self._all_kept = self._has_several() or all(map(keeps_all, self._training_loaders))
         goes_on = loop.is_resuming or loop.epoch_loop.restarting
         lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
         stale = self._moved or any(sampler.stale() for sampler in self.samplers)
