@@ -121,6 +121,7 @@ class Loaders:
         self._begin_evaluation(client.there)
         self._moved = False  # Lightning's iterator has an outdated length
         self._all_kept = True  # mini-batches have all samples that were drawn for them
+        self._has_weighed = False  # the mini-batch that Lightning has fetched; not if it is None
         instead(Point.PREPARE, data_connector(trainer), self.prepare)
         loop = trainer.fit_loop.epoch_loop
         loops = (loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
@@ -311,6 +312,7 @@ class Loaders:
         Raises:
             UserError: if the number cannot be found.
         """
+        self._has_weighed = True
         self._rng_state.begin_batch(self._owes)
         self._ends.begin_batch()
         portions = [sampler.next_portion() for sampler in self.samplers]
@@ -326,6 +328,11 @@ class Loaders:
         # The others' share of this step is known in samples, not in the user's own count.
         in_step = len(portions) == 1 and portions[0] is not None and weight == planned
         return weight, portions[0].together if in_step and portions[0] else None
+
+    def pop_weighed(self) -> bool:
+        """Whether the mini-batch that is about to end was weighed; to be called once."""
+        weighed, self._has_weighed = self._has_weighed, False
+        return weighed
 
     def _check_asked(self) -> None:
         """A mini-batch has come that a sampler does not know of."""

@@ -43,6 +43,7 @@ from torchmetrics import Metric
 
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.hooks.loop_hooks import (
+    accumulates,
     forget_batch,
     forget_group,
     hook_ends_epoch,
@@ -220,6 +221,8 @@ class Absence:
 
     def step_is_made(self) -> None:
         """In a worker with samples: the step is made, or a hook ends the epoch instead."""
+        if not self._loaders.pop_weighed() and not self._sits_out:
+            self._miss()
         if self._asks:
             self._anybody_has_some(True)
         if self.uncounted is not None and not self._client.counted:
@@ -228,6 +231,17 @@ class Absence:
         self.gradients_are_there()
         if _MADE in self._to_come:
             self._come_to(_MADE, (steps_of(self._loop), hook_ends_epoch(self._loop)))
+
+    def _miss(self) -> None:
+        """The mini-batch is ``None`` (``collate_fn`` has left all samples out), so it has no step.
+
+        In lock-step with others that have one this worker takes part without samples.
+        """
+        together, session = self._loaders.pass_over(), self._session
+        if not self._whole_rounds or self._client.n_workers == 1 or not self._is_automatic:
+            return
+        if session is not None and not accumulates(self._trainer):
+            self._step_without_samples(session, together)
 
     def _look_who_waits(self) -> None:
         if not self._whole_rounds or self._sits_out:

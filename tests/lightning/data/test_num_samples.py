@@ -15,6 +15,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.batch_size import Scales, keeps_all
 from tests.lightning.toys import Regression, distance, make_trainer, regression_data
+from tests.picking import by_default
 
 
 @dataclass
@@ -254,3 +255,36 @@ def test_the_user_may_say_how_many_samples_are_left() -> None:
     said, strategy = Says().double(), HybridStrategy(keep_order=True)
     make_trainer(strategy, 2, max_epochs=3).fit(said, DataLoader(FILTERED, 6, collate_fn=above))
     assert distance(said, filtered("auto", 1)[0]) < 1e-12
+
+
+def marked(n: int) -> torch.utils.data.TensorDataset:
+    """Of three global mini-batches of 6 one has no sample for the second worker, one for the first.
+
+    The first worker of two has the samples 0, 2, 4 of each.
+    """
+    kept = torch.tensor([[1, 0] * 3, [0, 1] * 3, [1, 1] * 3]).flatten().repeat(n)[:n]
+    return torch.utils.data.TensorDataset(*regression_data(n, torch.float64).tensors, kept)
+
+
+def only_marked(items: list[Any]) -> Any:
+    kept = [item for item in items if item[2]]
+    return [torch.stack(part) for part in zip(*kept, strict=True)] if kept else None
+
+
+@pytest.mark.parametrize("n", by_default([36, 39, 41], 41))
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "local_sgd"], "hybrid"))
+def test_a_worker_whose_samples_are_all_left_out_abstains(strategy: str, n: int) -> None:
+    """``collate_fn`` gives ``None``; as if one worker had taken the samples of all."""
+
+    def fitted(strategy: Any, workers: int, size: int) -> tuple[Regression, pl.Trainer]:
+        pl.seed_everything(7, verbose=False)
+        module, trainer = Regression().double(), make_trainer(strategy, workers)
+        trainer.fit(module, DataLoader(marked(n), size, collate_fn=only_marked))
+        return module, trainer
+
+    every: dict[str, Any] = {"exchange": {"name": "movement", "every": 1}}
+    options = every if strategy == "local_sgd" else {}
+    ours, trainer = fitted(HybridStrategy(keep_order=True, **options), 2, 3)
+    whole, alone = fitted("auto", 1, 6)
+    assert trainer.global_step == alone.global_step
+    assert distance(ours, whole) < 1e-12
