@@ -9,11 +9,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
+from torch.utils.data import DataLoader
 
+from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.test_readme import ENVIRONMENT, ROOT, blocks
 
 PAGES = {page.stem: page.read_text() for page in (ROOT / "docs" / "coming_from").glob("*.md")}
@@ -47,6 +51,24 @@ def test_a_ddp_program_ends_with_the_same_bits_under_hybrid(tmp_path: Path) -> N
     os.chdir(tmp_path)
     before, after = programs("ddp", ('strategy="ddp"', 'strategy="ddp_fork"'))
     assert_same_bits(saved(before, "net.pt"), saved(after, "net.pt"))
+
+
+def test_a_data_module_of_the_script_is_set_up_by_hand_after_training() -> None:
+    class Data(pl.LightningDataModule):
+        def setup(self, stage: str) -> None:
+            self.rows = regression_data(8)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(self.rows, 4)
+
+        predict_dataloader = train_dataloader
+
+    dm = Data()
+    make_trainer("hybrid", 2, max_epochs=1).fit(Regression(), datamodule=dm)
+    with pytest.raises(AttributeError, match="rows"):
+        dm.predict_dataloader()
+    dm.setup("predict")
+    assert len(dm.predict_dataloader()) == 2
 
 
 @pytest.mark.slow

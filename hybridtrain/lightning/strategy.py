@@ -102,9 +102,9 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         num_samples_key: the entry of a batch that tells how many samples it has (a number, or a
             tensor or list with the samples along its first dimension), where it cannot be seen.
         batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
-        iterable: what is done about streams, whose samples cannot be shared out: ``"deal"``: each
-            worker takes every W-th mini-batch; ``"own"``: they share themselves out; ``None``:
-            as ``"own"``, with a warning.
+        iterable: what is done about streams and objects that are no DataLoader, whose samples
+            cannot be shared out: ``"deal"``: each worker takes every W-th mini-batch; ``"own"``:
+            they share themselves out; ``None``: as ``"own"``, with a warning.
         keep_order: go through training data that are not shuffled in their order, also with
             several workers; else they are shuffled then, as under DDP.
         data_shards: ``{"number": S, "visit": N}``: cut the epoch's order into S shards; a worker

@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -47,12 +48,15 @@ class Seeded:
         return torch.randperm(self.length, generator=generator).tolist()
 
 
-def drawn(sampler: Sampler[int], client: Client, epoch: int) -> list[int]:
-    """The order of the user's own sampler, drawn by worker 0 for all (it may be random)."""
+def drawn(sampler: Sampler[int], client: Client, most: int | None, epoch: int) -> list[int]:
+    """The order of the user's own sampler, drawn by worker 0 for all (it may be random).
+
+    It has at most so many samples: the sampler may never end.
+    """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     draws = client.is_leader or client.solo  # who joins meets nobody yet
-    mine = list(map(_plain, sampler)) if draws else None
+    mine = list(map(_plain, islice(sampler, most))) if draws else None
     return client.gather("order of the epoch", mine)[0]
 
 
@@ -172,6 +176,11 @@ class EpochSampler(Sampler[int]):
         """Whether a part of the epoch is done, in this run or before the checkpoint."""
         begun = self._begun is not None and self._begun.epoch == epoch
         return self.epoch == epoch and (begun or self._iterated == epoch)
+
+    @property
+    def asked(self) -> bool:
+        """Whether it has been iterated over."""
+        return self._iterated is not None
 
     def stale(self) -> bool:
         """Whether the current iteration is over another epoch."""

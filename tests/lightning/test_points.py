@@ -99,7 +99,6 @@ def test_a_listener_that_is_not_listed_is_refused() -> None:
 OTHERS = {
     ("lightning/async_training/counting.py", "trainer"): "of our own count of rows",
     ("lightning/checkpointing/checkpoint_writing.py", "checkpoint_io"): "Lightning's own setter",
-    ("lightning/data/user_loaders.py", "batch_sampler"): "of a copy of the user's loader",
     ("lightning/failover/lost_samples.py", "fetched"): "a count of mini-batches",
     ("lightning/failover/lost_samples.py", "is_last_batch"): "a value of Lightning's progress",
     ("lightning/fault_injection/in_worker.py", "_step"): "of our rounds",

@@ -80,6 +80,7 @@ DEFINED_IN |= {
 _RESULT = f"{TRAINER}.connectors.logger_connector.result"
 MORE = {
     "_automatic_optimization": "pytorch_lightning.core.module",
+    "_batch_sampler": "pytorch_lightning.overrides.distributed",
     "_cache": "torchmetrics.metric",
     "_current_fx_name": "pytorch_lightning.core.module",
     "_defer_save_until_validation": "pytorch_lightning.callbacks.model_checkpoint",
@@ -102,7 +103,6 @@ MORE = {
     "_predict_step": "pytorch_lightning.loops.prediction_loop",
     "_prepare_dataloader": f"{TRAINER}.connectors.data_connector",
     "_progress_bar_metrics": f"{TRAINER}.connectors.logger_connector.logger_connector",
-    "_resolve_sampler": f"{TRAINER}.connectors.data_connector",
     "_results": "pytorch_lightning.loops.training_epoch_loop",
     "_should": _RESULT,
     "_store_dataloader_outputs": "pytorch_lightning.loops.evaluation_loop",
@@ -110,7 +110,7 @@ MORE = {
 }
 # Of torch, Hydra, Optuna and Python.
 OTHERS = {
-    "_BatchNorm", "_asdict", "_batch_sampler", "_clear", "_config", "_exit",
+    "_BatchNorm", "_asdict", "_clear", "_config", "_exit",
     "_foreach_add_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_",
     "_foreach_mul_", "_foreach_norm", "_foreach_sub",
     "_forkserver", "_forkserver_address", "_fused_adam_", "_fused_adamw_",
@@ -121,7 +121,6 @@ OTHERS = {
 }  # fmt: skip
 # Imported from modules of Lightning's by their private names.
 IMPORTED = {
-    "lightning_fabric.utilities.data._reinstantiate_wrapped_cls",
     "pytorch_lightning.core.optimizer._init_optimizers_and_lr_schedulers",
     "pytorch_lightning.overrides.distributed._IndexBatchSamplerWrapper",
     "pytorch_lightning.strategies.launchers._MultiProcessingLauncher",
@@ -134,8 +133,6 @@ IMPORTED = {
     f"{TRAINER}.connectors.logger_connector.result._ResultMetric",
     f"{TRAINER}.connectors.logger_connector.result._Sync",
     "pytorch_lightning.tuner.lr_finder._determine_lr_attr_name",
-    "pytorch_lightning.utilities.data._dataloader_init_kwargs_resolve_sampler",
-    "pytorch_lightning.utilities.data._get_dataloader_init_args_and_kwargs",
     "pytorch_lightning.utilities.exceptions._TunerExitException",
 }
 

@@ -68,8 +68,9 @@ class Validations:
         """Whether to validate after this mini-batch, if it is this worker's last."""
         if not validates_this_epoch(self._trainer) or not has_ended_epoch(self._trainer):
             return False
-        at_end = bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-        return self._decide(at_end or bool(proceed(fetcher)))  # the end may come before a limit
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        at_end = progress.is_last_batch or proceed(fetcher)  # the end may come before a limit
+        return self._decide(progress.current.ready > 0 and bool(at_end))
 
     def _decide(self, mine: bool) -> bool:
         """Whether a validation is due in any worker. All meet, once in an epoch."""

@@ -32,6 +32,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.data.user_loaders import sampler_in
 from hybridtrain.lightning.hooks.loop_hooks import combination_of, combined_loader
 from hybridtrain.lightning.hooks.points import Point, instead
 from hybridtrain.lightning.run_context import context_if_ours
@@ -137,11 +138,8 @@ def batches_of(plan: EpochPlan | Timetable) -> int:
 
 def plan_behind(loader: Any) -> EpochPlan | None:
     """The plan of our sampler in a loader; ``None``: the loader has another sampler."""
-    batches = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(batches, "sampler", None), getattr(loader, "sampler", None)):
-        if isinstance(sampler, EpochSampler):
-            return sampler.plan
-    return None
+    sampler = sampler_in(loader, EpochSampler)
+    return None if sampler is None else sampler.plan
 
 
 # ---- properties of the trainer ------------------------------------------------------------------

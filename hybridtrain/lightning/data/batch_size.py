@@ -2,16 +2,22 @@
 
 Taken from the user (``strategy.num_samples_key``, or the module's method ``num_samples(batch)``),
 else from the sampler, else from the first tensor of the batch. A filler has weight 0.
+
+A ``collate_fn`` of the user's may leave samples out. Then the mini-batch has fewer than the sampler
+has drawn: all its tensors and lists begin with one smaller number. Shapes that do not agree
+(graphs, ragged sequences), and tensors that have time first and the number drawn second, say
+nothing of that.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader, default_collate
 
 from hybridtrain.errors import UserError
 
@@ -30,12 +36,13 @@ class Scales:
         self._key = key
         self._hook = _hook(module)
 
-    def weigh(self, batch: Any, known: float | None = None) -> float:
+    def weigh(self, batch: Any, known: float | None = None, all_kept: bool = True) -> float:
         """The number of samples.
 
         Args:
             batch: as the training step gets it.
             known: the sampler's number; 0: a filler; ``None``: unknown.
+            all_kept: the mini-batch has all samples that were drawn for it.
 
         Raises:
             UserError: if the number cannot be found, or the user's key or hook gives no number.
@@ -47,7 +54,9 @@ class Scales:
             return _number(_entry(batch, self._key), where)
         if self._hook is not None:
             return _number(self._hook(batch), "the method num_samples(batch) was asked", whole=True)
-        return known if known is not None else _shown(batch)
+        if known is None:
+            return _shown(batch)
+        return known if all_kept else _kept(batch, known)
 
 
 def _hook(module: object) -> Any:
@@ -125,6 +134,44 @@ def samples_in(batch: Any) -> int | None:
         if (found := samples_in(part)) is not None:
             return found
     return None
+
+
+def keeps_all(loader: Any) -> bool:
+    """Whether a loader's mini-batches have all samples that were drawn for them: it is torch's."""
+    return type(loader) is DataLoader and loader.collate_fn is default_collate
+
+
+def _kept(batch: Any, drawn: float) -> float:
+    """The samples of a mini-batch, of which some may have been left out."""
+    if samples_in(batch) == drawn:
+        return drawn
+    found, time_first = None, True
+    for shape in _shapes(batch):
+        if shape[0] == drawn or found not in (None, shape[0]):
+            return drawn
+        found = shape[0]
+        time_first = time_first and shape[1:2] == (drawn,)
+    return drawn if found is None or found > drawn or time_first else float(found)
+
+
+def _shapes(batch: Any, within: bool = False) -> Iterator[tuple[int, ...]]:
+    """Of tensors, arrays and lists in a batch; a list in another entry is one of samples."""
+    if hasattr(batch, "shape"):
+        if len(batch.shape):
+            yield tuple(batch.shape)
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif hasattr(batch, "__dataclass_fields__"):
+        parts = vars(batch).values()
+    elif isinstance(batch, list | tuple):
+        if within and not hasattr(batch, "_fields"):
+            yield (len(batch),)
+        else:
+            parts = batch
+    for part in parts:
+        yield from _shapes(part, within=True)
 
 
 def _shown(batch: Any) -> float:

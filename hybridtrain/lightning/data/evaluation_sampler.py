@@ -16,12 +16,8 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import Sampler
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.hooks.loop_hooks import (
-    combined_loader,
-    inside,
-    limited_batches,
-    predictions,
-)
+from hybridtrain.lightning.data.user_loaders import sampler_in
+from hybridtrain.lightning.hooks.loop_hooks import combined_loader, limited_batches, predictions
 from hybridtrain.worker.client import Client
 
 
@@ -38,7 +34,13 @@ class Group:
         return min([self.n_workers, *(n for n in self.lengths if n)])
 
 
-class EvaluationSampler(Sampler[int]):
+class Shared(Sampler[Any]):
+    """A sampler of ours in an evaluation or a prediction."""
+
+    asked = False  # it has been iterated over
+
+
+class EvaluationSampler(Shared):
     """Every m-th sample, of m workers, in the order of the user's sampler."""
 
     def __init__(self, indices: Sequence[int], place: int, group: Group) -> None:
@@ -53,10 +55,11 @@ class EvaluationSampler(Sampler[int]):
         return len(self._share())
 
     def __iter__(self) -> Iterator[int]:
+        self.asked = True
         return (self._indices[place] for place in self._share())
 
 
-class Dealt(Sampler[Any]):
+class Dealt(Shared):
     """Every W-th of one device's mini-batches for prediction, starting with this worker's number.
 
     Args:
@@ -81,7 +84,7 @@ class Dealt(Sampler[Any]):
         return len(range(self._client.worker, total, self._client.n_workers))
 
     def __iter__(self) -> Iterator[Any]:
-        client = self._client
+        client, self.asked = self._client, True
         return islice(iter(self._batches), client.worker, self._total(), client.n_workers)
 
 
@@ -125,8 +128,7 @@ def collect(trainer: pl.Trainer) -> Outputs | None:
 
 def is_dealt(loader: Any) -> bool:
     """Whether workers share its mini-batches."""
-    batches = getattr(loader, "batch_sampler", None)
-    return isinstance(inside(batches), Dealt) or isinstance(getattr(loader, "sampler", None), Dealt)
+    return sampler_in(loader, Dealt) is not None
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -32,25 +32,33 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
     validate_again,
 )
 from hybridtrain.lightning.checkpointing.rng_state import RngState
-from hybridtrain.lightning.data.batch_size import Scales, step_fetches
+from hybridtrain.lightning.data.batch_size import Scales, keeps_all, step_fetches
 from hybridtrain.lightning.data.epoch_state import EpochState
 from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group
 from hybridtrain.lightning.data.user_loaders import (
     Batches,
     Dealing,
     Handed,
-    check_batches,
-    handed,
-    lacks_batches,
-    makes_its_own,
+    around_another,
+    as_samplers_see_it,
+    check_asked,
+    drawing,
+    is_countable,
+    is_plain,
+    noting,
     order_of,
     plan_of,
+    sampler_in,
     sampler_of,
     shares_nothing,
+    sized,
+    takes_a_sampler,
+    undropped,
     warn_of_dropped,
     warn_of_pairs,
     warn_of_repetition,
     with_batches,
+    wrapped,
 )
 from hybridtrain.lightning.hooks.loop_hooks import (
     combination_of,
@@ -58,17 +66,15 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     data_connector,
     forget_places,
     gets_our_sampler,
-    inside,
     is_limited,
     logged_step,
-    put_inside,
     reload_epochs,
     reloads_here,
     remeasure,
     set_reload_epochs,
     training_fetcher,
 )
-from hybridtrain.lightning.hooks.points import Point, around, before, instead
+from hybridtrain.lightning.hooks.points import Point, before, instead
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.saved_states import WORKERS
@@ -114,8 +120,9 @@ class Loaders:
         self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
         self._begin_evaluation(client.there)
         self._moved = False  # Lightning's iterator has an outdated length
-        around(Point.PREPARE, data_connector(trainer), self.prepare)
-        instead(Point.RESOLVE, data_connector(trainer), self.resolve)
+        self._all_kept = True  # mini-batches have all samples that were drawn for them
+        self._has_weighed = False  # the mini-batch that Lightning has fetched; not if it is None
+        instead(Point.PREPARE, data_connector(trainer), self.prepare)
         loop = trainer.fit_loop.epoch_loop
         loops = (loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         self._validation, *_ = [
@@ -131,22 +138,6 @@ class Loaders:
         """Whether samplers remember each step's mini-batches."""
         self._remembers = remembers
 
-    def resolve(
-        self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
-    ) -> Any:
-        """The sampler of this worker's loader (Lightning rebuilds the loader with it)."""
-        if not gets_our_sampler(self._trainer, dataloader):
-            return dataloader.sampler
-        if mode == RunningStage.TRAINING:
-            kept = self._options["keep_order"] or self._client.n_workers == 1
-            kept = kept and isinstance(sampler_of(dataloader), SequentialSampler)
-            return self._training(dataloader, not kept and not self._trainer.overfit_batches)
-        indices = order_of(dataloader, shuffle, self._client)(0)
-        if mode != RunningStage.PREDICTING:
-            place = self._evaluating.index(self._client.worker)
-            return EvaluationSampler(indices, place, self._group)
-        return Handed(indices) if dataloader.batch_sampler is not None else self._dealt(indices)
-
     def _begin_evaluation(self, workers: tuple[int, ...]) -> None:
         self._evaluating, self._group = workers, Group(len(workers))
         self._predict_limit = self._trainer.limit_predict_batches
@@ -154,11 +145,9 @@ class Loaders:
     def _dealt(self, batches: Any) -> Dealt:
         return Dealt(batches, self._client, self._predict_limit)
 
-    def prepare(
-        self, proceed: Callable[..., Any], dataloader: Any, shuffle: bool, mode: RunningStage
-    ) -> Any:
-        """Lightning's loader, with this worker's batch size."""
-        prepared = self._prepared(proceed, dataloader, shuffle, mode)
+    def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
+        """The user's loader; a copy with this worker's samples and batch size where it has one."""
+        prepared = self._prepared(dataloader, shuffle, mode)
         if mode == RunningStage.TRAINING:
             self._lift_limit(plan_behind(prepared))
         return prepared
@@ -177,41 +166,68 @@ class Loaders:
         self._is_limited |= not lifts
         self._trainer.limit_train_batches = limit if self._is_limited else 1.0
 
-    def _prepared(
-        self, proceed: Callable[..., Any], dataloader: Any, shuffle: bool, mode: RunningStage
-    ) -> Any:
-        sizes = self._options["batch_size_per_worker"] if mode == RunningStage.TRAINING else None
-        if makes_its_own(dataloader, self._trainer):
-            if sizes is not None:
-                check_batches(dataloader)
-            sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
-            return handed(dataloader, sampler, mode)
-        chosen = isinstance(dataloader, DataLoader) and gets_our_sampler(self._trainer, dataloader)
-        prepared = proceed(dataloader, shuffle=shuffle, mode=mode)
+    def _prepared(self, given: Any, shuffle: bool, mode: RunningStage) -> Any:
+        around_one = None if self._options["iterable"] == "own" else wrapped(given)
+        if around_one is not None:
+            name, inner = around_one
+            made = self._prepared(inner, shuffle, mode)
+            return given if made is inner else around_another(given, name, made)
+        if not isinstance(given, DataLoader) or not gets_our_sampler(self._trainer, given):
+            return self._not_chosen(given, mode)
+        if mode == RunningStage.TRAINING:
+            return self._for_training(given, shuffle)
+        if self._client.n_workers == 1 and not (shuffle and is_plain(given)):
+            return self._not_chosen(given, mode)
+        if mode == RunningStage.PREDICTING:
+            return self._for_prediction(given, shuffle)
+        indices = self._indices(given, shuffle)
+        place = self._evaluating.index(self._client.worker)
+        return drawing(given, EvaluationSampler(indices, place, self._group))
+
+    def _indices(self, dataloader: DataLoader[Any], shuffle: bool) -> Sequence[Any]:
+        """Of all samples, or all whole mini-batches, of an evaluation."""
+        return order_of(as_samplers_see_it(dataloader), shuffle, self._client)(0)
+
+    def _not_chosen(self, given: Any, mode: RunningStage) -> Any:
+        """A loader whose samples are the user's choice."""
         client, option = self._client, self._options["iterable"]
-        several = client.n_workers > 1 and mode != RunningStage.PREDICTING
-        if several and shares_nothing(dataloader, chosen):
+        if mode == RunningStage.PREDICTING:
+            return noting(given)
+        if client.n_workers > 1 and shares_nothing(given):
             if option == "deal":
                 if mode == RunningStage.TRAINING and self._requirements.drops_late:
-                    warn_of_dropped(dataloader)
-                return Dealing(prepared, client.worker, client.n_workers)
+                    warn_of_dropped(given)
+                return Dealing(given, client.worker, client.n_workers)
             if option is None:
-                warn_of_repetition(dataloader, str(mode.value), client.n_workers)
-        if not isinstance(prepared, DataLoader):
-            return prepared
-        if lacks_batches(prepared, dataloader):
-            prepared = with_batches(prepared, dataloader.batch_sampler)
-        if isinstance(getattr(prepared.batch_sampler, "sampler", None), Handed):
-            noting = prepared.batch_sampler
-            put_inside(noting, self._dealt(inside(noting)))
-        if sizes is not None:
-            check_batches(prepared)
-            size = sizes[self._client.worker]
-            prepared.batch_sampler.batch_size = size  # type: ignore[union-attr]
-            vars(prepared)["batch_size"] = size  # for the user; torch guards the attribute
-        return prepared
+                warn_of_repetition(given, str(mode.value), client.n_workers)
+        return self._sized(given) if mode == RunningStage.TRAINING else given
 
-    def _training(self, dataloader: DataLoader[Any], shuffle: bool) -> EpochSampler:
+    def _sized(self, given: Any) -> Any:
+        sizes = self._options["batch_size_per_worker"]
+        if sizes is None or not isinstance(given, DataLoader):
+            return given
+        return sized(given, sizes[self._client.worker])
+
+    def _for_prediction(self, given: DataLoader[Any], shuffle: bool) -> DataLoader[Any]:
+        """Its mini-batches, dealt; a batch sampler notes their indices for prediction writers."""
+        whole = undropped(given)
+        indices: Any = self._indices(whole, shuffle)
+        if given.batch_sampler is None:
+            return drawing(given, self._dealt(indices))
+        takes = takes_a_sampler(whole)
+        batches = drawing(whole, Handed(indices)).batch_sampler if takes else indices
+        return noting(with_batches(given, self._dealt(batches)))
+
+    def _for_training(self, given: DataLoader[Any], shuffle: bool) -> DataLoader[Any]:
+        given = self._sized(given)
+        if self._client.n_workers == 1 and not is_countable(given):
+            return given
+        seen = as_samplers_see_it(given)
+        kept = self._options["keep_order"] or self._client.n_workers == 1
+        kept = kept and isinstance(sampler_of(seen), SequentialSampler)
+        return drawing(given, self._training(seen, not kept and not self._trainer.overfit_batches))
+
+    def _training(self, dataloader: DataLoader[Any] | Batches, shuffle: bool) -> EpochSampler:
         epoch, resumed = self.position.epoch, self.position.resumed
         if self._made_in_epoch != epoch:  # the loaders are new or reloaded
             self.samplers, self._made_in_epoch = [], epoch
@@ -237,7 +253,9 @@ class Loaders:
             forget_places(self._trainer)  # worker 0's, perhaps beyond what is done
         begun = resumed.begun(number, plan) if resumed else None
         self._tell(number, dataloader.dataset)
-        kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
+        # Without a mini-batch Lightning is to know the length: it ends, as on one device.
+        shares = self._requirements.data == "shares" or batches_of(plan) == 0
+        kind = ShareSampler if shares else QueueSampler
         if kind is QueueSampler and self._client.n_workers > 1:
             warn_of_pairs(plan, self.samplers)
         self.samplers.append(kind(plan, epoch, self._client, number, begun))
@@ -252,14 +270,18 @@ class Loaders:
         """Mini-batches of one worker's turn: those of one optimizer step; 0: no turns."""
         return int(self._trainer.accumulate_grad_batches) if self._requirements.takes_turns else 0
 
+    @property
+    def _training_loaders(self) -> list[Any]:
+        return combined_loader(self._trainer.fit_loop).flattened
+
     def _has_several(self) -> bool:
-        return len(combined_loader(self._trainer.fit_loop).flattened) > 1
+        return len(self._training_loaders) > 1
 
     @property
     def are_alike(self) -> bool:
         """Whether a step has the same positions of all training loaders."""
         n, plans = len(self.samplers), [sampler.plan for sampler in self.samplers]
-        n_all = len(combined_loader(self._trainer.fit_loop).flattened)
+        n_all = len(self._training_loaders)
         return n == n_all > 0 and all(plan.is_like(plans[0]) for plan in plans)
 
     def _fills(self) -> bool:
@@ -290,19 +312,33 @@ class Loaders:
         Raises:
             UserError: if the number cannot be found.
         """
+        self._has_weighed = True
         self._rng_state.begin_batch(self._owes)
         self._ends.begin_batch()
         portions = [sampler.next_portion() for sampler in self.samplers]
+        if None in portions and batch is not None and self._client.n_workers > 1:
+            self._check_asked()
         weights = [portion.weight for portion in portions if portion is not None]
         known = [weight for weight in weights if weight is not None]
         sure = len(known) == len(portions) > 0
         if batch is None and not sure:
             return 1.0, None  # training_step(dataloader_iter) is about to fetch by itself
         planned = sum(known) if sure else None
-        weight = self._scales.weigh(batch, planned)
+        weight = self._scales.weigh(batch, planned, self._all_kept)
         # The others' share of this step is known in samples, not in the user's own count.
         in_step = len(portions) == 1 and portions[0] is not None and weight == planned
         return weight, portions[0].together if in_step and portions[0] else None
+
+    def pop_weighed(self) -> bool:
+        """Whether the mini-batch that is about to end was weighed; to be called once."""
+        weighed, self._has_weighed = self._has_weighed, False
+        return weighed
+
+    def _check_asked(self) -> None:
+        """A mini-batch has come that a sampler does not know of."""
+        for loader in self._training_loaders:
+            if (sampler := sampler_in(loader, EpochSampler)) is not None:
+                check_asked(loader, sampler)
 
     def pass_over(self) -> float | None:
         """This worker skips the step; return the samples of all workers, if known."""
@@ -476,6 +512,9 @@ class Loaders:
         self._admit()
         is_first = not self.position.has_begun
         self._moved |= self.position.begin()
+        for sampler in self.samplers:  # of a loader in another object Lightning sets none
+            sampler.set_epoch(self.position.epoch)
+        self._all_kept = self._has_several() or all(map(keeps_all, self._training_loaders))
         goes_on = loop.is_resuming or loop.epoch_loop.restarting
         lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
         stale = self._moved or any(sampler.stale() for sampler in self.samplers)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import torch
-from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls, sized_len
+from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.loops.evaluation_loop import RestartStage
 from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
 from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
@@ -19,11 +18,6 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from pytorch_lightning.trainer.states import RunningStage
-from pytorch_lightning.utilities.data import (
-    _dataloader_init_kwargs_resolve_sampler,
-    _get_dataloader_init_args_and_kwargs,
-)
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchmetrics import Metric
 
 _LOGGED_STEP = "_batches_that_stepped"
@@ -106,6 +100,22 @@ def validation_is_due(trainer: Any) -> bool:
     """Whether Lightning would validate after this mini-batch."""
     loop = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def validates_at_end(trainer: Any) -> bool:
+    """Whether an epoch whose loaders have ended before their length is to be validated now.
+
+    So it is if a validation was due at its planned end, and none followed the last mini-batch.
+    """
+    loop, every = trainer.fit_loop, trainer.val_check_batch  # None: a time
+    if (
+        every is None
+        or trainer.check_val_every_n_epoch is None
+        or not validates_this_epoch(trainer)
+    ):
+        return False
+    batches = loop.epoch_loop.batch_progress.current.ready
+    return every == loop.max_batches or bool(loop.max_batches % every == 0 < batches % every)
 
 
 def validation_seconds(trainer: Any) -> float | None:
@@ -281,7 +291,7 @@ def remeasure(trainer: Any) -> None:
         trainer.val_check_batch = max(1, int(length * interval))
 
 
-# ---- how Lightning rebuilds a DataLoader, and chooses its sampler -------------------------------
+# ---- samplers that Lightning chooses ------------------------------------------------------------
 
 
 def data_connector(trainer: Any) -> Any:
@@ -290,35 +300,8 @@ def data_connector(trainer: Any) -> Any:
 
 
 def gets_our_sampler(trainer: Any, dataloader: Any) -> bool:
-    """Whether Lightning would put a ``DistributedSampler`` into this loader."""
+    """Whether Lightning would put a ``DistributedSampler`` into this DataLoader."""
     return bool(data_connector(trainer)._requires_distributed_sampler(dataloader))
-
-
-def takes_a_sampler(dataloader: DataLoader[Any]) -> bool:
-    """Whether Lightning can put a sampler into the loader's batch sampler.
-
-    A class that makes mini-batches in its own way (grouped by length) would make others of a part
-    of the samples, unless it was to (of a ``DistributedSampler``), and one that does not begin with
-    a ``sampler`` would take it for its data set.
-    """
-    kind: Any = type(dataloader.batch_sampler)
-    parts = isinstance(getattr(dataloader.batch_sampler, "sampler", None), DistributedSampler)
-    if kind.__iter__ is not BatchSampler.__iter__ and not parts:
-        return False
-    if next(iter(signature(kind).parameters), None) != "sampler":
-        return False
-    try:
-        _dataloader_init_kwargs_resolve_sampler(dataloader, dataloader.sampler)
-    except TypeError:
-        return False
-    return True
-
-
-def rebuilt(dataloader: DataLoader[Any], like: DataLoader[Any], batches: Any) -> DataLoader[Any]:
-    """A loader of the same class, with the arguments of ``like`` and another batch sampler."""
-    args, kwargs = _get_dataloader_init_args_and_kwargs(like, dataloader.sampler)
-    kwargs |= {"sampler": None, "batch_sampler": batches, "batch_size": 1, "drop_last": False}
-    return _reinstantiate_wrapped_cls(dataloader, *args, **kwargs)
 
 
 def noting_indices(batches: Any) -> Any:
@@ -329,11 +312,6 @@ def noting_indices(batches: Any) -> Any:
 def inside(batches: Any) -> Any:
     """The batch sampler inside ``noting_indices``, or the given one."""
     return getattr(batches, "_batch_sampler", batches)
-
-
-def put_inside(noting: Any, batches: Any) -> None:
-    """Replace the batch sampler inside ``noting_indices``."""
-    noting._batch_sampler = batches
 
 
 # ---- results ------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ class Point(Enum):
     RESTORE = "restore_callbacks restore_training_state", "Restoration.restore"
     # data connector
     PREPARE = "_prepare_dataloader", "Loaders.prepare"
-    RESOLVE = "_resolve_sampler", "Loaders.resolve"
     # signal connector
     SIGNALS = "register_signal_handlers", "install_nothing"
     # logger connector
@@ -49,7 +48,8 @@ class Point(Enum):
     )
     VALIDATION_DUE = (
         "_should_check_val_fx",
-        "UpdateCount.call_for_logged WorkerCallback.validate_together Validations.is_due",
+        "UpdateCount.call_for_logged WorkerCallback.validate_together Validations.is_due "
+        "Absence.validation_is_due",
     )
     # progress of mini-batches
     STEP_MADE = "increment_processed", "Absence.step_is_made"

@@ -14,6 +14,11 @@ them three times:
 If all that have samples in the step are lost, it waits in the step for those that are restarted. If
 none is, the step is not made, and its samples are among those that lost workers have left.
 
+Where a loader ends before the length that it told Lightning (a stream with the length of the whole
+that is shared out by rank), its end is the end of the worker's epoch: the step with what has been
+accumulated, schedulers, the validation that would have been at the other end. Streams may give
+workers different numbers of mini-batches: in lock-step all count those of the longest.
+
 A free-running worker may find the queue empty as the epoch begins; its epoch ends at once, on the
 usual path. Its contribution may also arrive too late to count: other workers process the samples
 again, so it restores logged values, torchmetrics, buffers (batch normalisation) and the count of
@@ -38,6 +43,7 @@ from torchmetrics import Metric
 
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.hooks.loop_hooks import (
+    accumulates,
     forget_batch,
     forget_group,
     hook_ends_epoch,
@@ -51,12 +57,14 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     step_with,
     training_fetcher,
     training_results,
+    validates_at_end,
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.participation.logged_metrics import (
     Entries,
     StepOutcome,
     entries,
+    n_steps,
     steps_of,
     take_entries,
     take_steps,
@@ -74,6 +82,7 @@ if TYPE_CHECKING:
 _READY = "the gradients of a step that some sit out"
 _MADE = "the update of a step that some sit out"
 _ENDED = "the end of a step that some sit out"
+_FIRST = "who has a mini-batch of a stream"
 
 
 class DoesNotCount(Exception):
@@ -102,10 +111,13 @@ class Absence:
         self._sits_out = False
         self._to_come: list[str] = []  # meetings left in which workers wait that skip this step
         self.passed = False  # the last iteration had no mini-batch that counted
+        self._is_short = False  # it had none, before the length of the loaders
+        self._asks = False  # in lock-step no sampler knows which workers have mini-batches
         self._loop = loop = self._trainer.fit_loop.epoch_loop
         around(Point.BATCH, loop, self.advance)
         around(Point.BATCH_END, loop, self.end_advance)
         around(Point.SCHEDULERS, loop, self.schedule_plateaus)
+        around(Point.VALIDATION_DUE, loop, self.validation_is_due)
         before(Point.BATCHES, loop, self.begin_epoch)
         before(Point.STEP_MADE, loop.batch_progress, self.step_is_made)
 
@@ -121,12 +133,14 @@ class Absence:
     def begin_epoch(self) -> None:
         """An epoch begins, or is resumed."""
         self._has_had_some = False
+        fixed = not context_of(self._trainer).on_failure.changes
+        self._asks = fixed and self._reads_streams
 
     # ---- mini-batches ---------------------------------------------------------------------------
 
     def advance(self, proceed: Callable[[Any], None], fetcher: Any) -> None:
         """Lightning's, except for a mini-batch that is missing or does not count."""
-        self.passed = False
+        self.passed = self._is_short = False
         if self.uncounted is not None and not self._loaders.under_way:
             self.uncounted.keep()
             self._had_some_before = self._has_had_some
@@ -143,10 +157,11 @@ class Absence:
             if self._loop.batch_progress.current.ready != ready:  # the user ends the epoch
                 self._tell_outcome()
                 raise
-            if not self._has_nothing():
+            nothing = self._has_nothing()
+            if not nothing and not self._comes_short():
                 raise
-            if not self._whole_rounds:
-                self._end_epoch()
+            if not (nothing and self._whole_rounds):
+                self._end_epoch(is_short=not nothing)
             elif self._sit_out():
                 raise
             return
@@ -157,6 +172,8 @@ class Absence:
     def end_advance(self, proceed: Callable[[Any], None], fetcher: Any) -> None:
         """Do not count the step of a mini-batch that does not count."""
         step = logged_step(self._trainer)
+        if self._is_short and self._whole_rounds:
+            set_logged_step(self._trainer, step - 1)  # a validation's row is the last step's
         proceed(fetcher)
         if self.passed:
             set_logged_step(self._trainer, step)
@@ -168,23 +185,63 @@ class Absence:
         if not (self.passed and interval == "step" and update_plateau_schedulers):
             proceed(interval, update_plateau_schedulers)
 
+    def validation_is_due(self, proceed: Callable[[Any], bool], fetcher: Any) -> bool:
+        """Lightning's decision, or where the loaders came short that of their planned end."""
+        return validates_at_end(self._trainer) if self._is_short else proceed(fetcher)
+
+    @property
+    def _reads_streams(self) -> bool:
+        """Whether in lock-step no loader is shared out by a sampler of ours."""
+        several = self._client.n_workers > 1
+        return several and self._whole_rounds and not self._loaders.samplers
+
+    def _comes_short(self) -> bool:
+        """Whether the loaders have ended before their length.
+
+        An epoch in which no worker has a mini-batch ends as on one device, without validation.
+        """
+        ready = self._loop.batch_progress.current.ready
+        some = ready > 0 or (self._asks and self._anybody_has_some(False))
+        return some and ready < self._trainer.num_training_batches
+
+    def _anybody_has_some(self, mine: bool) -> bool:
+        """All meet at their first mini-batch of an epoch, or where they miss it."""
+        self._asks = False
+        return any(self._client.gather(_FIRST, mine, patient=True))
+
     def _has_nothing(self) -> bool:
         """No mini-batch was found: whether this worker should have none."""
         samplers = self._loaders.samplers
         if self._whole_rounds:
             return any(sampler.has_nothing_next for sampler in samplers)
-        return any(sampler.ended for sampler in samplers)
+        had_some = self._client.n_workers > 1 or self._loop.batch_progress.current.ready > 0
+        return had_some and any(sampler.ended for sampler in samplers)
 
     # ---- in lock-step ---------------------------------------------------------------------------
 
     def step_is_made(self) -> None:
         """In a worker with samples: the step is made, or a hook ends the epoch instead."""
+        if not self._loaders.pop_weighed() and not self._sits_out:
+            self._miss()
+        if self._asks:
+            self._anybody_has_some(True)
         if self.uncounted is not None and not self._client.counted:
             raise DoesNotCount
         self._look_who_waits()
         self.gradients_are_there()
         if _MADE in self._to_come:
             self._come_to(_MADE, (steps_of(self._loop), hook_ends_epoch(self._loop)))
+
+    def _miss(self) -> None:
+        """The mini-batch is ``None`` (``collate_fn`` has left all samples out), so it has no step.
+
+        In lock-step with others that have one this worker takes part without samples.
+        """
+        together, session = self._loaders.pass_over(), self._session
+        if not self._whole_rounds or self._client.n_workers == 1 or not self._is_automatic:
+            return
+        if session is not None and not accumulates(self._trainer):
+            self._step_without_samples(session, together)
 
     def _look_who_waits(self) -> None:
         if not self._whole_rounds or self._sits_out:
@@ -319,13 +376,24 @@ class Absence:
         if is_at_last_batch(self._trainer):
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
-    # ---- where workers run freely ---------------------------------------------------------------
+    # ---- an epoch that ends without a mini-batch ------------------------------------------------
 
-    def _end_epoch(self) -> None:
-        """End the epoch: this worker has no mini-batch."""
-        self.passed = True
+    def _end_epoch(self, is_short: bool) -> None:
+        """End the epoch: this worker has no mini-batch, where workers run freely or it comes short.
+
+        What earlier mini-batches have accumulated is stepped: they did not know of the end.
+        """
+        self.passed, self._is_short = True, is_short
         self._loop.batch_progress.is_last_batch = True
+        session = self._session
+        if session is not None and session.has_gathered and self._is_automatic:
+            with temporarily(self, _sits_out=True):
+                self._step_without_samples(session, None)
+            self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            set_logged_step(self._trainer, logged_step(self._trainer) + 1)
         self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    # ---- where workers run freely ---------------------------------------------------------------
 
     def _leave_it(self) -> None:
         """Drop a mini-batch that was fetched, but not begun."""
@@ -359,8 +427,15 @@ class Absence:
             return
         self.stopping.meet()
         has_had_some = self._has_had_some
-        if all(client.gather("who has had a mini-batch", has_had_some)):
+        steps = steps_of(self._loop) if self._reads_streams else None
+        met = client.gather("who has had a mini-batch", (has_had_some, steps))
+        if steps is not None:
+            take_steps(self._loop, max((theirs for _, theirs in met), key=n_steps))
+        if all(had_some for had_some, _ in met):
             return
+        is_over = self._loop.batch_progress.is_last_batch or self._loaders.samplers
+        if not is_over and any(had_some for had_some, _ in met):
+            self._end_epoch(is_short=False)  # of a stream: as in the others
         mine = (entries(trainer), StepOutcome.of(trainer, callbacks)) if has_had_some else None
         known: list[tuple[Entries, StepOutcome] | None] = client.gather("what is logged", mine)
         found = next((each for each in known if each is not None), None)

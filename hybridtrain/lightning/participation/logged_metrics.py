@@ -130,6 +130,12 @@ def steps_of(loop: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return automatic.optim_progress.state_dict(), manual.optim_step_progress.state_dict()
 
 
+def n_steps(known: tuple[dict[str, Any], dict[str, Any]]) -> int:
+    """How many steps these counters have."""
+    automatic, manual = known
+    return int(automatic["optimizer"]["step"]["total"]["completed"] + manual["total"]["completed"])
+
+
 def take_steps(loop: Any, known: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
     """Restore them; ``None``: no worker has made a step."""
     if known is not None:

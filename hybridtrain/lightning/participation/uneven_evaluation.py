@@ -15,7 +15,8 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
 
-from hybridtrain.lightning.data.evaluation_sampler import is_dealt
+from hybridtrain.lightning.data.evaluation_sampler import Shared, is_dealt
+from hybridtrain.lightning.data.user_loaders import check_asked, sampler_in
 from hybridtrain.lightning.hooks.loop_hooks import (
     combined_loader,
     evaluation_batches,
@@ -162,7 +163,17 @@ class UnevenEvaluation:
 
     def end(self) -> None:
         """A participant has evaluated its mini-batches."""
+        if self._client.n_workers > 1:
+            self._check_asked()
         self._roll = self._meet("end")
+
+    def _check_asked(self) -> None:
+        """Refuse loaders that have not asked for this worker's samples."""
+        batches = self._loop.max_batches if self._predicts else evaluation_batches(self._loop)
+        for loader, n in zip(combined_loader(self._loop).flattened, batches, strict=True):
+            sampler = sampler_in(loader, Shared)
+            if n and sampler is not None:
+                check_asked(loader, sampler)
 
     def conclude(self) -> None:
         """Before the callbacks of the evaluation's end, which may save."""

@@ -28,7 +28,7 @@ from torch.utils.data import (
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.expected_updates import expected_in
-from hybridtrain.lightning.data.batch_size import Scales
+from hybridtrain.lightning.data.batch_size import Scales, keeps_all
 from hybridtrain.lightning.data.user_loaders import is_plain, plan_of, sampler_of
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.lightning_package import own_name
@@ -147,7 +147,7 @@ class ModuleTask:
         batch = self._fetch(indices)
         self._batches[worker] = batch
         known = None if self._loader.batch_sampler is None else float(len(indices))
-        return self._scales.weigh(batch, known)
+        return self._scales.weigh(batch, known, keeps_all(self._loader))
 
     def _fetch(self, indices: Sequence[int]) -> Any:
         data, collate = self._loader.dataset, self._loader.collate_fn

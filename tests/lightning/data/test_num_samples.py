@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.batch_size import Scales
+from hybridtrain.lightning.data.batch_size import Scales, keeps_all
 from tests.lightning.toys import Regression, distance, make_trainer, regression_data
+from tests.picking import by_default
 
 
 @dataclass
@@ -158,3 +159,132 @@ def test_without_a_word_from_the_user_the_run_ends_with_the_error() -> None:
             item["n"] = "unknown"
             item["x"] = [[f"{value}" for value in row] for row in item["x"]]
         trained(FromLists, "hybrid", data, None)
+
+
+# ---- a collate_fn that leaves samples out --------------------------------------------------------
+
+ONE, THREE = torch.zeros(3), torch.zeros(3, 5)
+TIME_FIRST = torch.zeros(3, 8, 5)  # 3 steps of 8 sequences
+
+
+@pytest.mark.parametrize(
+    ("batch", "drawn", "samples"),
+    [
+        ((THREE, ONE), 8, 3),
+        ({"x": THREE, "y": ONE, "text": ["a", "b", "c"]}, 8, 3),
+        ([THREE, {"y": [ONE, ONE, ONE]}], 8, 3),
+        ({"x": THREE.numpy(), "scale": torch.tensor(2.0)}, 8, 3),
+        (Named(THREE, ["a", "b", "c"]), 8, 3),
+        (Fields(THREE), 8, 3),  # type: ignore[arg-type]
+        ((torch.zeros(0, 5), torch.zeros(0)), 8, 0),
+        ((torch.zeros(2, 4), torch.zeros(2, 1)), 4, 2),  # as many features as were drawn
+        # All are there.
+        ((torch.zeros(8, 5), torch.zeros(8)), 8, 8),
+        ((TIME_FIRST, torch.zeros(8)), 8, 8),
+        ((TIME_FIRST, torch.zeros(3, 8)), 8, 8),
+        ({"nodes": torch.zeros(5, 2), "edges": torch.zeros(2, 7), "of": torch.zeros(5)}, 8, 8),
+        (torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)]), 2, 2),
+        ((["a"] * 8, THREE), 8, 8),
+        ((torch.zeros(16, 5), torch.zeros(16)), 8, 8),  # made twice as many
+        ({"loss": torch.tensor(1.0)}, 8, 8),
+        (object(), 8, 8),
+    ],
+    ids=str,
+)
+def test_the_samples_of_a_mini_batch_are_those_that_were_not_left_out(
+    batch: Any, drawn: int, samples: int
+) -> None:
+    scales = Scales(object())
+    assert scales.weigh(batch, float(drawn), all_kept=False) == samples
+    assert scales.weigh(batch, float(drawn)) == drawn  # torch's own puts all together
+
+
+def test_only_a_loader_of_torchs_is_known_to_keep_all() -> None:
+    class Own(DataLoader[Any]):
+        pass
+
+    data = regression_data(8)
+    assert keeps_all(DataLoader(data, 4)) and not keeps_all(Own(data, 4))
+    assert not keeps_all(DataLoader(data, 4, collate_fn=torch.stack))  # type: ignore[arg-type]
+
+
+FILTERED = regression_data(46, torch.float64)
+LEFT = int((FILTERED.tensors[0][:, 0] > -0.5).sum())
+
+
+def above(items: list[Any]) -> list[torch.Tensor]:
+    """Of a list of samples those with x₀ > -0.5."""
+    kept = [item for item in items if item[0][0] > -0.5]
+    return [torch.stack(part) for part in zip(*kept, strict=True)]
+
+
+def filtered(strategy: Any, workers: int, **options: Any) -> tuple[Regression, pl.Trainer]:
+    pl.seed_everything(7, verbose=False)
+    module = Regression().double()
+    trainer = make_trainer(strategy, workers, max_epochs=3, **options)
+    trainer.fit(module, DataLoader(FILTERED, 12 // workers, collate_fn=above))
+    return module, trainer
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("strategy", ["hybrid", "local_sgd"])
+def test_mini_batches_from_which_samples_were_left_out_weigh_less(
+    strategy: str, workers: int
+) -> None:
+    """As if one worker had taken the samples of all in one mini-batch."""
+    every: dict[str, Any] = {"exchange": {"name": "movement", "every": 1}}
+    options = every if strategy == "local_sgd" else {}
+    ours, trainer = filtered(HybridStrategy(keep_order=True, **options), workers)
+    whole, _ = filtered("auto", 1)
+    assert distance(ours, whole) < 1e-12
+    assert trainer.strategy.run_stats()["samples"] == 3 * LEFT  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("strategy", ["async", "hogwild", "synchronous", "downpour"])
+def test_where_workers_run_freely_samples_that_were_left_out_are_not_counted(strategy: str) -> None:
+    _, trainer = filtered(strategy, 2)
+    assert trainer.strategy.run_stats()["samples"] == 3 * LEFT  # type: ignore[attr-defined]
+
+
+def test_the_user_may_say_how_many_samples_are_left() -> None:
+    class Says(Regression):
+        def num_samples(self, batch: Any) -> int:
+            return len(batch[0])
+
+    pl.seed_everything(7, verbose=False)
+    said, strategy = Says().double(), HybridStrategy(keep_order=True)
+    make_trainer(strategy, 2, max_epochs=3).fit(said, DataLoader(FILTERED, 6, collate_fn=above))
+    assert distance(said, filtered("auto", 1)[0]) < 1e-12
+
+
+def marked(n: int) -> torch.utils.data.TensorDataset:
+    """Of three global mini-batches of 6 one has no sample for the second worker, one for the first.
+
+    The first worker of two has the samples 0, 2, 4 of each.
+    """
+    kept = torch.tensor([[1, 0] * 3, [0, 1] * 3, [1, 1] * 3]).flatten().repeat(n)[:n]
+    return torch.utils.data.TensorDataset(*regression_data(n, torch.float64).tensors, kept)
+
+
+def only_marked(items: list[Any]) -> Any:
+    kept = [item for item in items if item[2]]
+    return [torch.stack(part) for part in zip(*kept, strict=True)] if kept else None
+
+
+@pytest.mark.parametrize("n", by_default([36, 39, 41], 41))
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "local_sgd"], "hybrid"))
+def test_a_worker_whose_samples_are_all_left_out_abstains(strategy: str, n: int) -> None:
+    """``collate_fn`` gives ``None``; as if one worker had taken the samples of all."""
+
+    def fitted(strategy: Any, workers: int, size: int) -> tuple[Regression, pl.Trainer]:
+        pl.seed_everything(7, verbose=False)
+        module, trainer = Regression().double(), make_trainer(strategy, workers)
+        trainer.fit(module, DataLoader(marked(n), size, collate_fn=only_marked))
+        return module, trainer
+
+    every: dict[str, Any] = {"exchange": {"name": "movement", "every": 1}}
+    options = every if strategy == "local_sgd" else {}
+    ours, trainer = fitted(HybridStrategy(keep_order=True, **options), 2, 3)
+    whole, alone = fitted("auto", 1, 6)
+    assert trainer.global_step == alone.global_step
+    assert distance(ours, whole) < 1e-12

@@ -57,14 +57,15 @@ def test_a_dealt_stream_under_a_policy_that_drops_is_warned_of(policy: str, drop
 
 def test_a_stream_that_is_not_dealt_is_warned_of() -> None:
     stream, kept = DataLoader(Stream(8), 4), DataLoader(regression_data(8), 4)
-    assert shares_nothing(stream, False) and shares_nothing(kept, False)
-    assert not shares_nothing(kept, True)
+    assert shares_nothing(stream) and shares_nothing(kept) and shares_nothing([1, 2])
     own = DistributedSampler(kept.dataset, 2, 0)  # type: ignore[arg-type]
-    assert not shares_nothing(DataLoader(kept.dataset, 4, sampler=own), False)
+    assert not shares_nothing(DataLoader(kept.dataset, 4, sampler=own))
     with pytest.warns(UserWarning, match="Stream is a stream.*give strategy.iterable=deal"):
         warn_of_repetition(stream, "train", 2)
     with pytest.warns(UserWarning, match="use_distributed_sampler=False was given"):
         warn_of_repetition(kept, "train", 2)
+    with pytest.warns(UserWarning, match="range is no DataLoader.*strategy.iterable=deal"):
+        warn_of_repetition(range(3), "train", 2)
 
 
 @pytest.mark.filterwarnings("error:several training loaders")
