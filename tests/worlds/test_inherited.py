@@ -181,17 +181,30 @@ def test_a_lock_on_a_file_is_the_workers_too_until_the_last_of_them_has_ended(
     assert ProcessWorld(Parent(WaitForAll(), 2), 2).run(body) == [True, True]
 
 
-def test_a_file_that_cannot_be_opened_again_is_one_line(
+def test_a_file_that_may_not_be_opened_again_is_one_line(
     numbers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, flags: int) -> int:
-        raise PermissionError(13, "Permission denied")
-
     with numbers.open("rb"):
-        monkeypatch.setattr(inherited, "_opened_again", refuse)
+        assert look_through({}, (), 2, True).lines == []
+        monkeypatch.setattr(os, "access", lambda *_, **__: False)
         (said,) = [each for each in look_through({}, (), 2, True).lines if str(numbers) in each]
-        assert "cannot be opened a second time (Permission denied)" in said
+        assert "may not be opened a second time by this user" in said
         assert look_through({}, (), 1, True).lines == []
+
+
+def test_locks_of_the_calling_process_on_a_file_stay(numbers: Path) -> None:
+    with numbers.open("r+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        look_through({"data": SimpleNamespace(file=file)}, {"data"}, 2, forked=True)
+
+        def body(client: Client) -> bool:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+        assert run(body) == [True, True]
 
 
 def test_without_proc_an_open_file_is_named(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +279,16 @@ def test_a_pool_that_was_shut_down_stays_so() -> None:
     pools[1].shutdown()  # type: ignore[union-attr]
     pools[2].terminate()  # type: ignore[union-attr]
     assert look_through({"data": pools}, (), 2, True).pools == []
+
+
+def test_a_pool_that_cannot_be_made_anew_is_one_line() -> None:
+    class Others(ThreadPoolExecutor):
+        def __init__(self) -> None:
+            pass
+
+    found = look_through({"data": Others()}, (), 1, True)
+    assert found.pools == []
+    assert found.lines[0].startswith("data is a pool whose threads forked workers do not have")
 
 
 def test_arguments_of_a_pool_are_kept() -> None:
@@ -396,6 +419,24 @@ def test_what_workers_cannot_use_is_one_line_that_names_it_and_the_way_out(
     (text,) = look_through({"data": make(ends)}, {"data"}, 2, forked=True).lines
     assert text.startswith(name) and said in text and "\n" not in text
     assert any(way in text for way in ("setup hook", "on first use"))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        ("h5py._hl.files", "File", "is a file that is open for writing"),
+        ("psycopg2.extensions", "connection", "its library does not allow"),
+        ("builtins", "Environment", "its library does not allow"),  # of lmdb
+    ],
+)
+def test_objects_of_packages_that_are_not_imported_are_known_by_the_names_of_their_classes(
+    module: str, name: str, said: str
+) -> None:
+    kind = type(name, (), {"__module__": module, "mode": "r+"})
+    (text,) = look_through({"data": [kind()]}, {"data"}, 2, True).lines
+    assert text.startswith("data[0] is a ") and said in text
+    kind.mode = "r"  # type: ignore[attr-defined]
+    assert bool(look_through({"data": [kind()]}, {"data"}, 2, True).lines) == (name != "File")
 
 
 def test_several_objects_with_one_fault_are_one_line() -> None:

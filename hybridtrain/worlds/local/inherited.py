@@ -140,14 +140,16 @@ def _is_locked(fd: int) -> bool:
 
 
 def _kept_in_common() -> Iterator[str]:
-    """Lines on files that cannot be opened again."""
+    """Lines on files that may not be opened again.
+
+    They are not opened for it: to close one would release this process' ``fcntl`` locks on it.
+    """
+    effective = os.access in os.supports_effective_ids
     for fd, flags in _shared_files():
-        try:
-            os.close(_opened_again(fd, flags))
-        except OSError as error:
-            with suppress(OSError):
-                name = (_DESCRIPTORS / str(fd)).readlink()
-                yield f"{name} cannot be opened a second time ({error.strerror}), {_ONE_POSITION}"
+        wanted = os.R_OK if flags & os.O_ACCMODE == os.O_RDONLY else os.R_OK | os.W_OK
+        if not os.access(_DESCRIPTORS / str(fd), wanted, effective_ids=effective):
+            name = (_DESCRIPTORS / str(fd)).readlink()
+            yield f"{name} may not be opened a second time by this user, {_ONE_POSITION}"
 
 
 # ---- before the fork: what parts hold -----------------------------------------------------------
@@ -210,7 +212,7 @@ def look_through(
             continue
         if (line := judge(_Case(reached, n_workers, reached.part in data))) is not None:
             paths[line].append(reached.path)
-        if judge is _pool and _is_open(reached.value):
+        elif judge is _pool and _is_open(reached.value):
             found.pools.append(reached.value)
     found.lines += [_in_one_line(names, line) for line, names in paths.items()]
     if forked:
@@ -318,7 +320,9 @@ _OF_POOLS = ("concurrent.futures.", "multiprocessing.")
 
 
 def _pool(case: _Case) -> str | None:
-    return None  # each worker makes it anew
+    """Each worker makes it anew, by its constructor."""
+    known = all(hasattr(case.value, name) for name in _arguments_of(type(case.value))[1].values())
+    return None if known else f"is a pool whose threads forked workers do not have; {_INSTEAD}"
 
 
 def _is_open(pool: Any) -> bool:
@@ -328,9 +332,14 @@ def _is_open(pool: Any) -> bool:
 
 
 def _renew(pool: Any) -> None:
-    base: Any = next(each for each in type(pool).__mro__ if _name_of(each) in _ARGUMENTS)
-    names = _ARGUMENTS[_name_of(base)]
+    base, names = _arguments_of(type(pool))
     base.__init__(pool, **{name: getattr(pool, attribute) for name, attribute in names.items()})
+
+
+def _arguments_of(kind: type) -> tuple[Any, dict[str, str]]:
+    """The class of the pool that is known, and where it keeps its arguments."""
+    base = next(each for each in kind.__mro__ if _name_of(each) in _ARGUMENTS)
+    return base, _ARGUMENTS[_name_of(base)]
 
 
 def _future(case: _Case) -> str | None:
