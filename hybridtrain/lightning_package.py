@@ -18,8 +18,8 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -53,8 +53,22 @@ def decide(wanted: str | None = None) -> str:
         _decided = _from_environment() or wanted or _first_imported() or _installed()
         if _decided == "lightning":
             _resolve_to_lightning()
-    os.environ[_SPAWNED] = _decided  # again: a sweep's job begins with the command's own
     return _decided
+
+
+@contextmanager
+def told_to_children() -> Iterator[None]:
+    """Let processes that are spawned inside use this process' package, whatever they import first.
+
+    Afterwards the environment of this process is as it was.
+    """
+    former, os.environ[_SPAWNED] = os.environ.get(_SPAWNED), decide()
+    try:
+        yield
+    finally:
+        os.environ.pop(_SPAWNED, None)
+        if former is not None:
+            os.environ[_SPAWNED] = former
 
 
 def decide_by_environment() -> None:

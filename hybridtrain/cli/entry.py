@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hush()
     job_launcher.ROWS.clear()
     job_launcher.LAST_WORDS.clear()
-    _hear_interrupts()
+    _reset_ignored_signals()
     overrides: list[str] = []
     with seen_from_here():
         outcome = guarded(lambda: _command(given, overrides), overrides)
@@ -175,13 +175,15 @@ def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
     return outcome
 
 
-def _hear_interrupts() -> None:
+def _reset_ignored_signals() -> None:
     """Let Ctrl-C raise KeyboardInterrupt from now on, even where the shell ignores it.
 
     A script's background job inherits "ignore"; torch's workers, which end by SIGINT, would then
-    outlive their parent.
+    outlive their parent. Who inherits it for SIGCHLD does not learn how a job has ended.
     """
     try:
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, signal.SIG_DFL):
             signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:

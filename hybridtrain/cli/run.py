@@ -69,6 +69,7 @@ from hybridtrain.lightning.preflight.strategy_checks import check_free_running
 from hybridtrain.lightning.results.logger_state import Row, change_rows, keep_rows, let_write
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
+from hybridtrain.lightning_package import told_to_children
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.advice import advise
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
@@ -282,7 +283,7 @@ def execute(cfg: DictConfig) -> CommandOutcome:
     def strategy() -> Any:
         return strategy_of(box[0].trainer) if box else None
 
-    with terminating(), no_process_left(), vanishing_sockets():
+    with terminating(), no_process_left(), vanishing_sockets(), told_to_children():
         outcome = guarded(lambda: mapping_signals(body, strategy), overrides)
     if box and place_in(cfg).host == 0:
         ended, wall_s = outcome, time.perf_counter() - began

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.seed import reset_seed
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed import distributed_c10d
 
 from hybridtrain.errors import UserError
@@ -52,6 +53,7 @@ from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning.step_profiler import leave_profile, profiled, watch_worker
+from hybridtrain.lightning_package import told_to_children
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.monitoring.watchdog import Watchdog
 from hybridtrain.options.strategy_arguments import check_sizes
@@ -72,6 +74,7 @@ from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worlds.hosts.other_hosts import Hosts
 from hybridtrain.worlds.hosts.relay import Relay
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
+from hybridtrain.worlds.local.inherited import Inherited, look_through
 from hybridtrain.worlds.local.parent_death import end_with_engine
 from hybridtrain.worlds.local.process_world import BeginAnew
 from hybridtrain.worlds.local.signals import Interrupted, wait_unless_signalled
@@ -135,6 +138,7 @@ class HybridLauncher(Launcher):
         scratch = Scratch(apart=strategy.node_rank > 0)
         job.room = scratch.path
         check_startup(strategy, method, start.threads, usable_cores(), job)
+        job.look_through(forked=method == "fork")
         try:
             if strategy.node_rank > 0:
                 results = self._relay(job, start)
@@ -241,6 +245,7 @@ def surroundings(job: _Job, start_method: str) -> Iterator[None]:
     strategy, trainer = context_of(job.trainer), job.trainer
     with (
         strategy.keeping.listening(trainer),
+        told_to_children(),
         vanishing_sockets(),
         strategy.device_memory.measured(strategy.parallel_devices or [], strategy.local_workers),
         pages_of(strategy, trainer),
@@ -312,6 +317,7 @@ class _Job:
     warned: Warned | None = None  # by SLURM, that the job is about to end
     room: str = ""  # the path of a scratch file for results too large for a message
     instead: dict[str, Any] = field(default_factory=dict)  # of host 0: where all go on from
+    inherited: Inherited = field(default_factory=Inherited)
 
     def given(self) -> dict[str, Any]:
         """The arguments of the function."""
@@ -326,12 +332,23 @@ class _Job:
         given |= {f"loggers[{n}]": logger for n, logger in enumerate(trainer.loggers)}
         return given | {"strategy": strategy_of(trainer), "trainer": trainer}
 
+    def look_through(self, forked: bool) -> None:
+        """Look at what workers inherit; warn of what they cannot use."""
+        parts = self.named()  # data, model and callbacks; what follows may lead to anything
+        loggers = [name for name in parts if name.startswith("loggers[")]
+        beyond = [parts.pop(name) for name in ("trainer", "strategy", *loggers)]
+        n_workers, data = context_of(self.trainer).local_workers, self.given().keys() - {"model"}
+        self.inherited = look_through(parts, data, n_workers, forked, beyond)
+        for line in self.inherited.lines:
+            rank_zero_warn(line)
+
 
 def _run_in_process(job: _Job, client: Client) -> Any:
     """In a process of its own; not called in a replay."""
     be_lean()
     take_for_an_error(job.trainer)
-    return _run_in_worker(job, client)
+    with job.inherited.owned():
+        return _run_in_worker(job, client)
 
 
 def _run_in_worker(job: _Job, client: Client) -> Any:

@@ -90,8 +90,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             of their gradients; ``"local_sgd"``, or ``{"name": "local_sgd", "every": 8}``: they take
             the mean of their parameters. One of them hands over for all.
         workers_per_device: how many workers share one device.
-        start_method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or ``"auto"``: fork where that is
-            safe (Linux, CUDA not yet initialised), else spawn.
+        start_method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or ``"auto"``: fork on Linux while
+            CUDA is not initialised, else spawn; what cannot be inherited so is named.
         threads_per_worker: threads of torch and of BLAS in each worker; ``"auto"``: cores divided
             by workers.
         stop_grace_s: how long workers may take to stop after Ctrl-C or a failure, in seconds.

@@ -1,14 +1,19 @@
-"""A nameless file that another process of this host writes and this one maps."""
+"""What processes of a run send one another: in a nameless file that the other maps, or as bytes.
+
+It is no checkpoint, so user code that watches or replaces ``torch.save`` does not see it.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import save
 
 from hybridtrain.util.anonymous_files import anonymous_descriptor
 
@@ -40,7 +45,7 @@ def fill(path: str, content: Any) -> bytes:
     if path:
         try:
             with Path(path).open("wb") as file:
-                torch.save(content, file)
+                save(content, file)
             return b""
         except (OSError, RuntimeError):  # no memory left, or the asking process has ended
             pass
@@ -50,7 +55,35 @@ def fill(path: str, content: Any) -> bytes:
 def as_bytes(content: Any) -> bytes:
     """Serialise with ``torch.save``."""
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    save(content, buffer)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors by their bytes: torch's way goes by ``torch.save``, and by whole storages."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or obj.requires_grad or not _is_plain(obj):
+            return NotImplemented
+        content = obj.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (content, obj.dtype, obj.shape)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    flipped = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not flipped
+
+
+def _tensor(content: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+
+
+def pickled(item: Any) -> bytes:
+    """A pickle for another process."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(item)
     return buffer.getvalue()
 
 

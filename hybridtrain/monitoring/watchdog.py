@@ -1,5 +1,8 @@
 """Watch worker processes; print the stacks of one that hangs, name the workers waiting, kill it.
 
+Three reports: a worker that hangs, one that is slower than the others, and a run in which no worker
+has finished its first mini-batch after a minute.
+
 Theory of operation. :class:`hybridtrain.monitoring.hang_detector.HangDetector` reports a worker
 without a sign of life. The watchdog sends it a signal, which :mod:`faulthandler` answers by writing
 its stacks, and reads them at a later look, so it never blocks. The first report is a warning; at
@@ -11,6 +14,7 @@ Python debugger in its stacks.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -23,6 +27,7 @@ from typing import Any, Protocol
 from hybridtrain.monitoring.hang_detector import (
     STACKS_SIGNAL,
     STEPS,
+    Doing,
     HangDetector,
     HangTimeout,
     Heartbeat,
@@ -157,6 +162,106 @@ class Watched(Protocol):
 _BOTTOM = ("in _run_in_worker", "in _outcome", "in run_worker")
 
 
+# ---- say where workers are, if none has finished its first mini-batch ---------------------------
+# Reads before training may hang alike in all workers (a pool or a lock of the parent's, a disk). As
+# nobody waits for anybody then, the limit is long; a first mini-batch may also take minutes.
+
+_LATE_S = 60.0
+_PAUSE_S = 2.0  # a longer one between looks is a pause of this process
+_MOST_PLACES = 4
+_FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_NOT_USERS = (os.path.dirname(os.__file__), str(Path(__file__).parents[1]))  # noqa: PTH120
+
+
+class LateStart:
+    """Says once where workers are, if none has finished its first mini-batch after a minute.
+
+    Args:
+        say: prints a message to the user.
+        ask: asks a process for its stacks.
+    """
+
+    def __init__(self, say: Callable[[str], None], ask: Callable[[int], bool]) -> None:
+        self._say, self._ask = say, ask
+        self._over = False
+        self._waited_s, self._last_s = 0.0, math.inf
+        self._until_s: float | None = None  # for stacks, once they are asked for
+        self._lengths: list[int] = []
+
+    @property
+    def asks(self) -> bool:
+        """Whether it waits for stacks."""
+        return self._until_s is not None and not self._over
+
+    def end(self) -> None:
+        """Something else has been said of a worker that hangs."""
+        self._over = True
+
+    def look(self, now_s: float, workers: Sequence[Watched]) -> None:
+        """Look at the running ``workers``, about once a second."""
+        if self._over or not workers:
+            return
+        if any(_has_finished_one(each.heartbeat) for each in workers):
+            self._over = True
+            return
+        self._waited_s += min(max(0.0, now_s - self._last_s), _PAUSE_S)
+        self._last_s = now_s
+        if self._until_s is None and self._waited_s >= _LATE_S:
+            for each in workers:
+                each.heartbeat.forget_stacks()
+                self._ask(each.pid)
+            self._until_s = now_s + _STACKS_S
+        elif self._until_s is not None:
+            self._listen(now_s, workers)
+
+    def _listen(self, now_s: float, workers: Sequence[Watched]) -> None:
+        """Speak once all stacks are complete, or the time to write them is over."""
+        assert self._until_s is not None, "they were asked for"
+        stacks = [each.heartbeat.stacks() for each in workers]
+        former, self._lengths = self._lengths, [len(each) for each in stacks]
+        if now_s < self._until_s and (former != self._lengths or not all(former)):
+            return
+        self._over = True
+        places: dict[str, list[str]] = {}
+        for worker, text in zip(workers, stacks, strict=True):
+            places.setdefault(_place(worker, text), []).append(str(worker.number))
+        told = [
+            f"worker{'s' * (len(who) > 1)} {', '.join(who)} {where}"
+            for where, who in list(places.items())[:_MOST_PLACES]
+        ]
+        more = "; …" * (len(places) > _MOST_PLACES)
+        late = f"no worker has finished its first mini-batch after {self._waited_s:.0f} s"
+        self._say(f"{late}: {'; '.join(told)}{more}")
+
+
+def _has_finished_one(heartbeat: Heartbeat) -> bool:
+    doing = heartbeat.doing
+    steps = any(heartbeat.begun(each) > (each == doing) for each in STEPS)
+    return steps or heartbeat.begun(Doing.BETWEEN) > 0
+
+
+def _place(worker: Watched, stacks: str) -> str:
+    """Where a worker is: what it waits for, or its innermost call and that of user code."""
+    if worker.asked:
+        return f"({worker.heartbeat.where}) waits for {worker.asked}"
+    frames = _main_frames(stacks)
+    users = (each for each in frames if not each["path"].startswith(_NOT_USERS))
+    shown = dict.fromkeys(map(_in_short, [*frames[:1], *list(users)[:1]]))
+    calls = f" in {', called by '.join(shown)}" if shown else ""
+    return f"({worker.heartbeat.where}){calls or ' has not said where'}"
+
+
+def _main_frames(stacks: str) -> list[re.Match[str]]:
+    """The frames of the thread that runs the worker, innermost first."""
+    threads = stacks.split("\n\n")
+    mine = [each for each in threads if any(bottom in each for bottom in _BOTTOM)] or threads
+    return list(_FRAME.finditer(mine[0]))
+
+
+def _in_short(frame: re.Match[str]) -> str:
+    return f"{frame['name']} ({Path(frame['path']).name}:{frame['line']})"
+
+
 @dataclass
 class _Question:
     """A pending request for a worker's stacks."""
@@ -187,6 +292,7 @@ class Watchdog:
         self.due_s = 0.0
         self._detector = None if patience is None else HangDetector(patience)
         self._say, self._also, self._cpu_waits = say, also, CpuWaits()
+        self._late = LateStart(say, _ask_for_stacks)
         self._questions: dict[int, _Question] = {}
         self._somebody_goes_on = True  # at this look, one worker waits for nobody
 
@@ -194,8 +300,10 @@ class Watchdog:
         """Look at the running ``workers``; kill one that hangs."""
         if self._also is not None:
             self._also.look()
-        self.due_s = now_s + _USUAL_S
-        if self._detector is None:
+        if not self._questions:  # a worker writes one answer at a time
+            self._late.look(now_s, workers)
+        self.due_s = now_s + (_AGAIN_S if self._late.asks else _USUAL_S)
+        if self._detector is None or self._late.asks:
             return
         present = {each.number: each for each in workers}
         self._somebody_goes_on = not all(_waits(each) for each in workers)
@@ -249,6 +357,7 @@ class Watchdog:
             if not silent.hung:
                 self._say(f"worker {silent.worker} {why}; it is waited for")
             return
+        self._late.end()
         what = _in_words(silent, _state_in_words(worker.pid), _waiting(silent.worker, workers))
         where = f"\nIts stacks, innermost call first:\n{_shortened(stacks)}" if stacks else ""
         if silent.hung:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -39,6 +40,7 @@ from hybridtrain.training.worker import (
     MakeOptimizer,
     Returned,
     Worker,
+    in_process,
     work,
 )
 from hybridtrain.updates.groups import needs_closure
@@ -57,6 +59,7 @@ from hybridtrain.util.option_types import (
 )
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.cpu_scheduling import one_thread
+from hybridtrain.worlds.local.inherited import Inherited, look_through
 from hybridtrain.worlds.local.signals import Interrupted
 from hybridtrain.worlds.threads import Threads
 from hybridtrain.worlds.virtual.service_times import ServiceTimes, Times
@@ -202,13 +205,14 @@ class Server(Scheme):
         _check_number(workers)
         threads = scheme.threads_of_a_worker(self, workers)
         start = StartOptions(scheme.resolve_start_method(self.start_method), threads)
+        inherited = _look_through({"body": body, "data": data}, workers, start.method)
         in_update = scheme.usable_cores() if self.requirements.whole_rounds else 1
         server = self._serving = scheme.serving(self, True, threads, in_update)
         report = _Progress(server.statistics.stats, on_progress)
         judge, own = Judge(self.on_failure), scheme.workers_may_update(self)
         world = scheme.world_of(self, server, judge, start, (), own, report=report)
         try:
-            return self._results(world.run(partial(work, job)))
+            return self._results(world.run(partial(in_process, inherited, job)))
         except Interrupted as interruption:
             if interruption.signum != signal.SIGINT:
                 sys.exit(128 + interruption.signum)
@@ -403,6 +407,14 @@ class _Progress(SlowReport):
         super().look(*least_s)
         if self._tell is not None:
             self._tell(self._now())
+
+
+def _look_through(parts: dict[str, Any], workers: int, start_method: str) -> Inherited:
+    """Look at what workers inherit; warn of what they cannot use."""
+    found = look_through(parts, parts, workers, start_method == "fork")
+    for line in found.lines:
+        warnings.warn(line, stacklevel=3)
+    return found
 
 
 def _check_number(workers: int) -> None:

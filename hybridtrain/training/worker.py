@@ -34,6 +34,7 @@ from hybridtrain.training.step.trained_parameters import sparse_slots
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.util.option_types import Above0, Checked, Positive, allows, as_typed, shown
 from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.worlds.local.inherited import Inherited
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 OF_MODEL: Final = object()  # in place of gradients: those that backward has made
@@ -425,6 +426,8 @@ class Worker:
             parameter.grad = None
         self._rows = 0.0
         self._taken.pushes += 1
+        if self._sampler is None:
+            self._client.heartbeat.beat(Doing.BETWEEN)
         counted = self._client.counted
         if self._sampler is not None and counted:
             self._sampler.commit(self._client.version, self._session.owes)
@@ -547,6 +550,12 @@ def _loss(given: Any, where: str) -> torch.Tensor:
         f"{where}: loss={shown(given)} was pushed; give push(gradients, loss=...) a number, the "
         "mean over the samples of the mini-batch"
     )
+
+
+def in_process(inherited: Inherited, job: Job, client: Client) -> Returned:
+    """:func:`work`, in a process of its own."""
+    with inherited.owned():
+        return work(job, client)
 
 
 def work(job: Job, client: Client) -> Returned:

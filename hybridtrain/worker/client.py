@@ -20,7 +20,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.memory.arena import LentState, SharedState
-from hybridtrain.memory.scratch_file import Scratch, read
+from hybridtrain.memory.scratch_file import Scratch, pickled, read
 from hybridtrain.monitoring.hang_detector import Heartbeat
 from hybridtrain.protocol.messages import (
     Average,
@@ -380,7 +380,7 @@ class Client:
         """
         if self.solo or self.n_workers == 1:
             return [item]
-        request = Gather(tag, pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL), **kind)
+        request = Gather(tag, pickled(item), **kind)
         while (reply := self._ask(request, Gathered)[0]).join:
             self.listeners.come(reply.join)
         self.met, self.left = reply.workers, reply.left

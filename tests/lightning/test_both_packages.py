@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.lightning_package import VARIABLE, decide, with_present_targets
+from hybridtrain.lightning_package import (
+    VARIABLE,
+    decide,
+    told_to_children,
+    with_present_targets,
+)
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING = "import lightning as L"
@@ -122,6 +127,7 @@ def test_a_spawned_worker_uses_the_package_of_its_parent(tmp_path: Path) -> None
     assert done.stdout.strip().endswith("trained"), done.stderr
 
 
+SPAWNED = "HYBRIDTRAIN_SPAWNED_LIGHTNING"
 MIXTURES = f"""
 import pytorch_lightning as pl, lightning as L, hybridtrain
 from pytorch_lightning.demos.boring_classes import BoringModel
@@ -141,14 +147,16 @@ for attempt in (
 """
 
 
-def test_spawned_workers_are_told_though_the_environment_was_put_back(
+def test_spawned_processes_are_told_of_the_package_and_the_environment_is_left_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As each job of a sweep puts it back."""
-    decide()
-    monkeypatch.delenv("HYBRIDTRAIN_SPAWNED_LIGHTNING")
-    used = decide()
-    assert os.environ["HYBRIDTRAIN_SPAWNED_LIGHTNING"] == used
+    for former in (None, "lightning"):  # such as in a process that was spawned itself
+        if former is not None:
+            monkeypatch.setenv(SPAWNED, former)
+        before = dict(os.environ)
+        with told_to_children():
+            assert os.environ[SPAWNED] == decide()
+        assert dict(os.environ) == before
 
 
 @pytest.mark.slow

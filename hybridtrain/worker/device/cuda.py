@@ -94,14 +94,19 @@ def forbids_fork() -> bool:
         return True
     if not hasattr(os, "fork") or not any("libcuda.so" in line for line in _maps()):
         return False
+    reads, writes = os.pipe()  # not the exit status, which a program that ignores SIGCHLD loses
     child = os.fork()
     if child == 0:
-        refused = True
         with suppress(OSError, AttributeError):
-            refused = torch.cuda._is_in_bad_fork() or ctypes.CDLL("libcuda.so.1").cuInit(0) != 0
-        os._exit(int(refused))
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) != 0
+            if not torch.cuda._is_in_bad_fork() and ctypes.CDLL("libcuda.so.1").cuInit(0) == 0:
+                os.write(writes, b"allowed")
+        os._exit(0)
+    os.close(writes)
+    with open(reads, "rb") as pipe:  # noqa: PTH123  (it has no path)
+        allowed = pipe.read() == b"allowed"
+    with suppress(ChildProcessError):
+        os.waitpid(child, 0)
+    return not allowed
 
 
 def _maps() -> list[str]:

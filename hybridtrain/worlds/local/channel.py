@@ -37,6 +37,7 @@ from hybridtrain.protocol.messages import PUSHES, Changes, Draw, Released, Row, 
 
 _HEADER, _INT = struct.Struct("<Q"), struct.Struct("i")
 _READ_BYTES = 1 << 20
+_QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)  # the program may end by SIGPIPE (SIG_DFL)
 _SEND_BYTES = 1 << 16  # per write, less than a socket holds: the bell is rung before it is full
 
 
@@ -115,7 +116,7 @@ class Channel:
             flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
             self._hears, self._rings = os.eventfd(0, flags), os.eventfd(0, flags)
         given = (beside, self._rings, self._hears)
-        socket.send_fds(self.sock, [b"b"], [fd for fd in given if fd is not None])
+        self._send_fds(b"b", [fd for fd in given if fd is not None])
 
     def take_bells(self) -> int | None:
         """Receive the other side's bells; returns the descriptor sent with them.
@@ -143,18 +144,23 @@ class Channel:
         header = _HEADER.pack(len(body))
         try:
             if fd is not None:
-                socket.send_fds(self.sock, [header], [fd])
+                self._send_fds(header, [fd])
                 self._send(body)
             else:
                 self._send(header + body)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
+    def _send_fds(self, content: bytes | memoryview, fds: Sequence[int], flags: int = 0) -> int:
+        """Send as many bytes as fit, descriptors with the first (``send_fds`` ignores flags)."""
+        beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        return self.sock.sendmsg([content], beside, flags | _QUIETLY)
+
     def _send(self, content: bytes) -> None:
         """Send all of it; ring often enough that the other side makes room."""
         rest = memoryview(content)
         for start in range(0, len(content), _SEND_BYTES):
-            self.sock.sendall(rest[start : start + _SEND_BYTES])
+            self.sock.sendall(rest[start : start + _SEND_BYTES], _QUIETLY)
             if self._rings is not None:
                 os.eventfd_write(self._rings, 1)
 
@@ -192,9 +198,8 @@ class Channel:
 
     def _send_some(self, content: memoryview, fd: int | None) -> int:
         """Send as many bytes as fit now, the descriptor with the first; returns their number."""
-        beside = () if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
         try:
-            return self.sock.sendmsg([content], beside, socket.MSG_DONTWAIT)
+            return self._send_fds(content, () if fd is None else (fd,), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
         except OSError as error:

@@ -228,7 +228,7 @@ class WorkerProcess(WorkerHandle):
         """Kill the process; ``cause``: for the message about its end."""
         self.cause = self.cause or cause
         if not self.gone:
-            self.process.kill()
+            _kill_one(self.process, self.sentinel)
 
     def mark_ended(self) -> None:
         """Reap the process, which has ended."""
@@ -236,7 +236,7 @@ class WorkerProcess(WorkerHandle):
             if self.channel in self._selector.get_map():  # its children may hold the socket open
                 self._selector.unregister(self.channel)
             self._selector.unregister(self.sentinel)
-        self.process.join()
+        _reap(self.process)
         self.gone = True
         self.request = None
         self.ignore_room()
@@ -258,8 +258,12 @@ class WorkerProcess(WorkerHandle):
         who = f"worker {self.number} (process {self.process.pid})"
         if self.cause:
             return f"{who} {self.cause}"
-        code = self.process.exitcode or 0
-        if code >= 0:
+        if (code := self.process.exitcode) == _UNKNOWN:
+            return (
+                f"{who} ended, {self.where()}; how it ended is not known, because this program "
+                "ignores SIGCHLD or reaps children itself"
+            )
+        if code is None or code >= 0:
             return f"{who} exited with code {code}, {self.where()}"
         hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
         return f"{who} was killed by {signal.Signals(-code).name}, {self.where()}{hint}"
@@ -285,6 +289,30 @@ def _sentinel(process: BaseProcess) -> int:
         return os.pidfd_open(process.pid or 0)
     except (AttributeError, OSError):  # not Linux, an old one, or ended already
         return process.sentinel
+
+
+_UNKNOWN = 1 << 8  # in place of an exit code, which is smaller
+
+
+def _reap(process: BaseProcess) -> None:
+    """Wait for the end of a process, also if its exit status is taken by somebody else.
+
+    That is so if the program ignores SIGCHLD, or has a handler or a thread that calls
+    ``os.waitpid(-1)``; ``multiprocessing`` would take the process for a running one for ever.
+    """
+    process.join()
+    if process.exitcode is None:
+        process._popen.returncode = _UNKNOWN  # type: ignore[attr-defined]
+        process.join()
+
+
+def _kill_one(process: BaseProcess, sentinel: int) -> None:
+    """Kill a worker, never another process that has its number since."""
+    if sentinel == process.sentinel:
+        process.kill()
+        return
+    with suppress(ProcessLookupError):  # it has ended
+        signal.pidfd_send_signal(sentinel, signal.SIGKILL)
 
 
 @dataclass
@@ -386,7 +414,7 @@ class WorkerStarter:
             worker.kill()
         for worker in self.workers:
             if not worker.gone:
-                worker.process.join()
+                _reap(worker.process)
 
     def close(self) -> None:
         """Free all resources, after the processes have ended."""
@@ -456,10 +484,13 @@ def _start(process: BaseProcess) -> None:
     with warnings.catch_warnings():
         # Python 3.12+ warns about forking beside other threads; safe here (see the module).
         warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
+        chosen: str | None = multiprocessing.get_start_method(allow_none=True)
         process.start()
+        if chosen is None:  # to spawn chooses it; the program may still want to
+            multiprocessing.set_start_method(None, force=True)
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.kill()
-        process.join()
+        _reap(process)

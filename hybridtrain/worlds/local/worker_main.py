@@ -26,6 +26,7 @@ from hybridtrain.util.files import flush_output
 from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed, SharedBells
 from hybridtrain.worlds.local.cpu_scheduling import yield_when_woken
+from hybridtrain.worlds.local.inherited import end_pools, own_files, own_finalizers, own_pools
 from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
 from hybridtrain.worlds.local.signals import ending_signals
 from hybridtrain.worlds.local.worker_exit import Failed, Finished
@@ -144,6 +145,10 @@ def run_worker(
         other.close()  # or this worker would keep its siblings' sockets open
     if inherited:
         atexit._clear()  # forked: these functions are the parent's
+        own_finalizers()
+        own_pools()
+        if start.n_workers > 1:
+            own_files()
         leave_notebook()
     _prepare_process(start)
     channel = Channel(sock)
@@ -159,6 +164,8 @@ def run_worker(
         client.heartbeat.beat(Doing.ENDING)
         with suppress(Exception):
             atexit._run_exitfuncs()  # of loggers that upload; multiprocessing skips them
+        with suppress(Exception):
+            end_pools()
         if outcome is not None:
             _report(channel, outcome)
     except ChannelClosed:
@@ -214,8 +221,12 @@ def blas_libraries() -> Any:
 
     To find them takes up to 30 ms, so forked workers get what their parent has found.
     """
+    variable = "KMP_DUPLICATE_LIB_OK"  # which the module sets
+    former = os.environ.get(variable)
     import threadpoolctl  # noqa: F401  (here, or it would cost every import of the package)
 
+    if former is None:
+        os.environ.pop(variable, None)
     return _blas_libraries(len(sys.modules))
 
 
