@@ -18,6 +18,7 @@ import importlib.util
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
@@ -36,6 +37,8 @@ _PRESENT = (
     (r"^lightning\.fabric(?=\.)", "lightning_fabric"),
     (r"^lightning(?=\.[A-Z])", "pytorch_lightning"),
 )
+_MALICIOUS = ("2.6.2", "2.6.3")
+_FIXED = "2.6.6"
 _decided: str | None = None
 
 
@@ -46,11 +49,15 @@ def decide(wanted: str | None = None) -> str:
         wanted: ``pytorch_lightning`` or ``lightning``, taken unless the environment names one.
 
     Raises:
-        UserError: if the environment names a package that there is not.
+        UserError: if the environment names a package that there is not, or a malicious release is
+            installed.
     """
     global _decided
     if _decided is None:
-        _decided = _from_environment() or wanted or _first_imported() or _installed()
+        package = _from_environment() or wanted or _first_imported() or _installed()
+        refuse_malicious()
+        _warn_of_old(package)
+        _decided = package
         if _decided == "lightning":
             _resolve_to_lightning()
     return _decided
@@ -69,6 +76,47 @@ def told_to_children() -> Iterator[None]:
         os.environ.pop(_SPAWNED, None)
         if former is not None:
             os.environ[_SPAWNED] = former
+
+
+def refuse_malicious() -> None:
+    """Refuse the releases that steal credentials when they are imported; nothing is imported here.
+
+    Raises:
+        UserError: if one of them is installed, in either package.
+    """
+    for package in PACKAGES:
+        if (found := _release(package)) in _MALICIOUS:
+            name = package.replace("_", "-")
+            raise UserError(
+                f"{name} {found} is installed, a malicious release that steals credentials when it "
+                f"is imported (CVE-2026-44484); remove it (pip uninstall {name}), treat all "
+                f"credentials of this machine as stolen, and install {name}>={_FIXED}"
+            )
+
+
+def _warn_of_old(package: str) -> None:
+    """Warn of a release with the advisory; not in a spawned process, whose parent has."""
+    found, name = _release(package), package.replace("_", "-")
+    old = found is not None and _numbers(found) < _numbers(_FIXED)
+    if old and "--multiprocessing-fork" not in sys.orig_argv:
+        warnings.warn(
+            f"{name} {found} is installed; before {_FIXED}, loading a checkpoint can run code that "
+            f"it names (GHSA-qqmf-gpg7-g8gw): pip install '{name}>={_FIXED}'",
+            stacklevel=3,
+        )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", release)[:3]))
+
+
+def _release(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # it takes long to import
+
+    try:
+        return version(package.replace("_", "-"))
+    except PackageNotFoundError:
+        return None
 
 
 def decide_by_environment() -> None:

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hybridtrain.lightning_package import PACKAGES, admit, decide, refuse_mixture
+from hybridtrain.lightning_package import PACKAGES, admit, decide, refuse_malicious, refuse_mixture
 from hybridtrain.schemes import SCHEMES, parts_of
 
 NAMES = (
@@ -69,6 +69,8 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name in PACKAGES and not self._asking:
+            refuse_malicious()  # before its code runs
         if name not in PACKAGES.values() or self._asking:
             return None
         self._asking = True

@@ -62,7 +62,10 @@ class Row:
     def packages(self) -> dict[str, str]:
         """What is installed beside torch, as pip takes it, by name."""
         hydra = f"hydra-core{'==' * (self.hydra[0].isdigit())}{self.hydra}"
-        return {"hydra-core": hydra, "pytorch-lightning": f"{self.lightning}>=2.6,<2.7"}
+        return {
+            "hydra-core": hydra,
+            "pytorch-lightning": f"{self.lightning}>=2.6,<2.7,!=2.6.2,!=2.6.3",
+        }
 
 
 ROWS = [

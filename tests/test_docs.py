@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import hybridtrain
 from hybridtrain.lightning.data import epoch_state
 from hybridtrain.recovery import roster
+from tests import api_page
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtrain"
@@ -146,3 +151,56 @@ def test_decisions_are_numbered_and_each_is_in_the_contents_once() -> None:
     assert [int(title.split(".")[0]) for title in titles] == list(range(1, len(titles) + 1))
     assert re.findall(r"^- \[(.*)\]\(#", contents, re.MULTILINE) == titles
     assert len(titles) <= 40 and len(DECISIONS.read_text().splitlines()) <= 500
+
+
+# ---- docs/api.md ---------------------------------------------------------------------------------
+
+
+def test_the_page_of_python_is_that_of_the_code() -> None:
+    assert api_page.PAGE.read_text() == api_page.page(), "run python -m tests.api_page"
+
+
+def test_the_page_of_python_has_all_that_is_public_with_a_line_each() -> None:
+    text = api_page.PAGE.read_text()
+    stubs = ast.parse("\n".join(re.findall(r"```pyi\n(.*?)```", text, re.DOTALL)))
+    defined = {each.name: each for each in stubs.body if not isinstance(each, ast.ImportFrom)}
+    public = {name for name in hybridtrain.__all__ if not name.startswith("__")}
+    assert public | {"Policy", "Needs", "Pushed", "Apply", "Exchange", "Offer"} <= set(defined)
+    assert all(ast.get_docstring(each) for each in defined.values())
+    for cls in (each for each in defined.values() if isinstance(each, ast.ClassDef)):
+        methods = [each for each in cls.body if isinstance(each, ast.FunctionDef)]
+        assert all(ast.get_docstring(x) for x in methods if x.name != "__init__"), cls.name
+
+
+def test_a_new_public_function_is_on_the_page_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replay(path: str, *names: str, at_s: float | None = 1.0, **options: object) -> list[int]:
+        """Replay a :class:`hybridtrain.Server` run. Return what came of it.
+
+        More is not in one line.
+        """
+        raise NotImplementedError
+
+    monkeypatch.setattr(hybridtrain, "replay_it", replay, raising=False)
+    monkeypatch.setattr(hybridtrain, "__all__", [*hybridtrain.__all__, "replay_it"])
+    block = api_page.page().partition("## replay_it\n")[2].partition("<!-- end of api -->")[0]
+    assert "<!-- api: hybridtrain.replay_it -->" in block
+    assert (
+        "def replay_it(path: str, *names: str, at_s: float | None = 1.0, **options: object)"
+        ' -> list[int]:\n    """Replay a `Server` run. Return what came of it."""' in block
+    )
+
+
+def test_the_site_has_whole_docstrings_in_place_of_the_stubs() -> None:
+    spec = spec_from_file_location("directives", ROOT / "scripts/site/api_directives.py")
+    assert spec is not None and spec.loader is not None
+    directives = module_from_spec(spec)
+    spec.loader.exec_module(directives)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="api.md"))
+    text = directives.on_page_markdown(api_page.PAGE.read_text(), page=page)
+    assert "```" not in text and "<!--" not in text
+    named = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    assert named >= {*api_page.publics(), "hybridtrain.policies.Pushed", "hybridtrain.errors.Lost"}
+    assert "::: hybridtrain.DeepDist\n    options:\n" in text
+    assert "      members: [train, model, stats]\n" in text and "      members: []\n" in text
+    page.file.src_uri = "start.md"
+    assert directives.on_page_markdown("<!-- api: x -->", page=page) == "<!-- api: x -->"

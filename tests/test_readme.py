@@ -144,7 +144,7 @@ def test_the_commands_run(arguments: list[str], tmp_path: Path, corpus: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", filter(sweeps, runs()), ids=" ".join)
+@pytest.mark.parametrize("arguments", list(filter(sweeps, runs())), ids=" ".join)
 def test_the_sweep_runs(arguments: list[str], tmp_path: Path, corpus: Path) -> None:
     done = run(arguments, tmp_path, corpus)
     assert done.returncode == 0, done.stdout + done.stderr

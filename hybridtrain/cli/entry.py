@@ -27,7 +27,7 @@ from hybridtrain.cli import (
     resume,
 )
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
-from hybridtrain.cli.quiet import hush
+from hybridtrain.cli.quiet import hush, show_warning
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.sweep.fair import FairSweeper
 from hybridtrain.cli.sweep.search import OptunaSweeper
@@ -35,8 +35,8 @@ from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_name, check_text
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
-from hybridtrain.util.arguments import hold_standard_streams
 from hybridtrain.util.files import seen_from_here, short
+from hybridtrain.util.streams import hold_standard_streams, warnings_shown_by
 from hybridtrain.util.versions import check_versions
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job_launcher.LAST_WORDS.clear()
     _reset_ignored_signals()
     overrides: list[str] = []
-    with seen_from_here():
+    with seen_from_here(), warnings_shown_by(show_warning):
         outcome = guarded(lambda: _command(given, overrides), overrides)
         if job_launcher.ROWS:
             outcome = _end_of_sweep(outcome)

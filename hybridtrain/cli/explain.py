@@ -157,9 +157,15 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
         try:
             parsed += config_values.parse([text])
         except HydraException:
-            line = f"cannot read {shown(text)}: write key=value, for example trainer.devices=4"
-            raise UserError(line) from None
+            raise UserError(f"cannot read {shown(text)}: {_as_hydra_reads(text)}") from None
     return parsed
+
+
+def _as_hydra_reads(text: str) -> str:
+    key, separator, value = text.partition("=")
+    if separator and not value.isascii() and not set(text) & set("'\"$`!\\"):
+        return f"put quotes around other letters than a to z: \"{key}='{value}'\""
+    return "write key=value, for example trainer.devices=4"
 
 
 def values(item: Override) -> list[str]:

@@ -56,7 +56,7 @@ def filled_in(name: str) -> dict[str, str]:
     values = {"name": name, "lightning": lightning, "requires": lightning.replace("_", "-")}
     return {
         str(path.relative_to(TEMPLATES)).removesuffix(SUFFIX).replace("PACKAGE", name): Template(
-            path.read_text()
+            path.read_text(encoding="utf-8")
         ).substitute(values)
         for path in sorted(TEMPLATES.rglob(f"*{SUFFIX}"))
     }
@@ -72,7 +72,7 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
         try:
             for path, text in files.items():
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / path).write_text(text)
+                (folder / path).write_text(text, encoding="utf-8")
         except BaseException:  # Ctrl-C, too
             for each in missing[:1] or folder.iterdir():
                 shutil.rmtree(each) if each.is_dir() else each.unlink(missing_ok=True)

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
+from typing import Any
 
-_PYTREE = r".*isinstance\(treespec, LeafSpec\).* is deprecated"
+from hybridtrain.util import streams
+
+_NEEDLESS = (
+    # Lightning 2.6 calls a function that torch 2.13 deprecates.
+    r".*isinstance\(treespec, LeafSpec\).* is deprecated",
+    # Hydra 1.4 deprecates calls without arguments that 1.3 lacks; we allow both versions.
+    ".*version_base parameter is deprecated.*",
+    r".*register_new_resolver\(\) is deprecated.*",
+    r".*instantiate\(\) resolved _target_=",
+    # Lightning's that do not apply here.
+    ".*does not have many workers which may be a bottleneck.*",
+    ".*The number of training batches .* is smaller than the logging interval.*",
+    ".*The dirpath has changed from.*",
+    ".*Checkpoint directory .* exists and is not empty.*",
+    ".*callbacks used to create the checkpoint need to be provided.*",
+)
 _HIDDEN = (
     "Tip:",  # advertisements of other products, one or two for each Trainer
     "TPU available",
@@ -24,12 +41,8 @@ def is_no_advertisement(record: logging.LogRecord) -> bool:
 
 def hush() -> None:
     """Install the filters here and, through the environment, in new processes."""
-    # Lightning 2.6 calls a function that torch 2.13 deprecates.
-    warnings.filterwarnings("ignore", message=_PYTREE)
-    # Hydra 1.4 deprecates calls without arguments that 1.3 lacks; we allow both versions.
-    warnings.filterwarnings("ignore", message=".*version_base parameter is deprecated.*")
-    warnings.filterwarnings("ignore", message=r".*register_new_resolver\(\) is deprecated.*")
-    warnings.filterwarnings("ignore", message=r".*instantiate\(\) resolved _target_=")
+    for message in _NEEDLESS:
+        warnings.filterwarnings("ignore", message=message)
     # PYTHONWARNINGS takes the literal beginning of the message, without commas.
     mine = "ignore:`isinstance(treespec"
     others = os.environ.get("PYTHONWARNINGS", "")
@@ -40,13 +53,11 @@ def hush() -> None:
 
 
 def hush_lightning() -> None:
-    """Hide Lightning's warnings that do not apply here; Lightning must be imported."""
-    logging.getLogger("lightning").handlers.clear()  # it prints in addition to Hydra's handlers
-    for text in (
-        ".*does not have many workers which may be a bottleneck.*",
-        ".*The number of training batches .* is smaller than the logging interval.*",
-        ".*The dirpath has changed from.*",
-        ".*Checkpoint directory .* exists and is not empty.*",
-        ".*callbacks used to create the checkpoint need to be provided.*",
-    ):
-        warnings.filterwarnings("ignore", message=text)
+    """Keep Lightning's own handler from printing beside Hydra's; Lightning must be imported."""
+    logging.getLogger("lightning").handlers.clear()
+
+
+def show_warning(message: Warning | str, category: type[Warning], *where: Any, **to: Any) -> None:
+    """``warnings.showwarning`` of a run, also in spawned workers, which have no filters."""
+    if not any(re.match(needless, str(message), re.IGNORECASE) for needless in _NEEDLESS):
+        streams.show_warning(message, category, *where, **to)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from hybridtrain.monitoring.hang_detector import (
     Sign,
     Silent,
 )
-from hybridtrain.util.files import printable
+from hybridtrain.util.streams import printable, say
 
 # ---- find a worker that is slower than the others, and what waiting for it costs them -----------
 
@@ -134,7 +133,7 @@ _DEBUGGER = re.compile(
 
 def to_stderr(text: str) -> None:
     """Print a message of the run's own on standard error."""
-    print(f"hybridtrain: {printable(text)}", file=sys.stderr, flush=True)
+    say(f"hybridtrain: {printable(text)}", error=True)
 
 
 class Watched(Protocol):

@@ -29,7 +29,7 @@ from hybridtrain.recording.record_reader import (
     find_record,
     read_record,
 )
-from hybridtrain.util.files import printable_in
+from hybridtrain.util.streams import printable_in
 
 MOST_EVENTS = 20_000  # of a record that are read: what follows is taken to be alike
 MOST_PUSHES = 2_000

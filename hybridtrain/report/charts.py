@@ -10,9 +10,11 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -127,6 +129,7 @@ def _line(axes: Any, each: Series, look: Style, marks: bool, thin: bool) -> None
         axes.fill_between(each.x, *each.band, alpha=0.15, color=look.colour, linewidth=0)
 
 
+_NAME = 20  # characters of a name in one line, beside a bar
 MOST_BINS = 60  # of a histogram
 OLDEST_SHARE = 0.005  # of the contributions: the oldest ones share the last bin
 
@@ -177,10 +180,12 @@ def length_chart(
 ) -> str:
     """Horizontal bars with names and lengths (None: unknown), the first on top.
 
-    The height grows with their number.
+    The height grows with their number, and with the lines of the names.
     """
     known = [x or 0.0 for x in lengths]
-    places = range(len(known))
+    lines = [wrap(name, _NAME) or [""] for name in names]
+    tall = max(map(len, lines), default=1)  # all bars are equally far apart
+    places, height = range(len(known)), (0.1 + 0.18 * tall) * len(known)
 
     def draw(axes: Any) -> None:
         colours = [x.colour for x in styles] or COLOURS[0]
@@ -189,12 +194,12 @@ def length_chart(
             text = "not known" if length is None else number(length)
             at = (known[place], place)
             axes.annotate(text, at, (3, 0), textcoords="offset points", va="center", fontsize=9)
-        axes.set_yticks(places, [shortened(x, 18) for x in names])
+        axes.set_yticks(places, ["\n".join(each) for each in lines])
         axes.invert_yaxis()
         axes.set(xlabel=xlabel, xlim=(0, max(known, default=0.0) * 1.25 or 1.0))
         axes.grid(axis="y", visible=False)
 
-    return picture(draw, size_inches=(SIZE_INCHES[0], 0.8 + 0.28 * len(known)))
+    return picture(draw, size_inches=(SIZE_INCHES[0], 0.8 + height))
 
 
 def shortened(text: str, length: int) -> str:
@@ -247,7 +252,9 @@ def picture(
             axes.legend(frameon=False, fontsize=9)
         made.set_layout_engine("tight", pad=0.8)
         buffer = io.StringIO()
-        made.savefig(buffer, format="svg", metadata={"Date": None})
+        with warnings.catch_warnings():  # the reader's fonts are asked, as text stays text
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            made.savefig(buffer, format="svg", metadata={"Date": None})
     return _inline(buffer.getvalue())
 
 

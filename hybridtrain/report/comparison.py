@@ -33,6 +33,7 @@ from hybridtrain.report.page import (
     note,
     page,
     paragraph,
+    setting,
     table,
     write,
 )
@@ -43,6 +44,7 @@ from hybridtrain.report.runs import (
     brief,
     common_overrides,
     differences,
+    distinct,
     find_runs,
     labels,
     read_mapping,
@@ -109,7 +111,7 @@ def _count(n: int, what: str) -> str:
 def _head(runs: Sequence[Run], folders: Sequence[Path]) -> Iterator[Part]:
     common = common_overrides(runs)
     if common:
-        yield paragraph("In all runs: ", code(" ".join(common)))
+        yield paragraph("In all runs: ", code(" ".join(x.lstrip("+") for x in common)))
     devices = list(dict.fromkeys(str(x) for run in runs if (x := run.summary.get("device"))))
     if devices:
         yield paragraph(f"Device: {', '.join(devices)}.")
@@ -128,7 +130,7 @@ def _remarks(shown: Sequence[Shown]) -> Iterator[Part]:
     if bad:
         yield note(f"{len(bad)} of {_count(len(shown), 'run')} did not finish.")
         rows = [[x.name, x.run.status, x.run.reason] for x in bad]
-        made = table(["run", "", "why"], rows, range(len(rows)))
+        made = table(["run", "end", "why"], rows, range(len(rows)))
         yield made if len(bad) <= FEW else details("Which, and why", [made])
     for x in shown:
         if x.run.broken:
@@ -198,7 +200,7 @@ HEADS = {  # of the results -> name of the number
     "samples/update": "effective_batch",
     "waiting %": "waiting_percent",
     "staleness, mean": "staleness_mean",
-    "max": "staleness_max",
+    "staleness, max": "staleness_max",
     "dropped": "dropped",
     "lead, max": "lead_max",
     "handed over, bytes": "sent_bytes",
@@ -217,17 +219,17 @@ HOST_HEADS = {
 
 def results(shown: Sequence[Shown], out: Path) -> Part:
     """A row for each run; empty columns are left out."""
-    found = dict.fromkeys(m for x in shown for m in x.run.metrics)
+    found = distinct(m for x in shown for m in x.run.metrics)
     metrics = [m for m in found if not m.startswith("lr-")]
     compared = {x.run.config.get("task.metric") for x in shown}
-    metrics.sort(key=lambda name: (name not in compared, not name.startswith("test")))
+    metrics.sort(key=lambda name: (name not in compared, _stage(name)))
     all_well = all(x.run.ended_well for x in shown)
     numbers = [x.run.numbers for x in shown]
     columns: dict[str, list[Any]] = {
         "run": [link(x.run.folder, x.name, out) for x in shown],
         "task": [x.run.task for x in shown] if len({x.run.task for x in shown}) > 1 else [],
-        "": [] if all_well else [x.run.status for x in shown],
-        **{m: [x.run.metrics.get(m) for x in shown] for m in metrics},
+        "end": [] if all_well else [x.run.status for x in shown],
+        **{_not_ours(m): [x.run.metrics.get(m) for x in shown] for m in metrics},
         **{head: [each[name] for each in numbers] for head, name in HEADS.items()},
         "saved, bytes": [each["saved_bytes"] or None for each in numbers],
         "workers": [x.run.figure("workers") for x in shown],
@@ -236,6 +238,17 @@ def results(shown: Sequence[Shown], out: Path) -> Part:
     kept = {k: v for k, v in columns.items() if any(x not in (None, "") for x in v)}
     bad = [number for number, x in enumerate(shown) if not x.run.ended_well]
     return table(list(kept), list(zip(*kept.values(), strict=True)), bad)
+
+
+def _stage(metric: str) -> int:
+    """Metrics of the test come first, then those of validations, and of training last."""
+    stages = {"test": 0, "val": 1, "train": 3}
+    return next((n for stage, n in stages.items() if metric.startswith(stage)), 2)
+
+
+def _not_ours(metric: str) -> str:
+    """As in the history, a metric with the name of a column of ours has a prefix."""
+    return f"logged/{metric}" if metric in {*HEADS, "run", "task", "end", "workers"} else metric
 
 
 def hosts_of(shown: Sequence[Shown]) -> Iterator[Part]:
@@ -265,7 +278,7 @@ def settings(shown: Sequence[Shown]) -> Iterator[Part]:
         yield paragraph("Their configurations do not differ, as far as they are known.")
         return
     if len(shown) <= len(COLOURS):
-        rows: list[list[Any]] = [[code(k), *map(_told, each)] for k, each in told.items()]
+        rows: list[list[Any]] = [[setting(k), *map(_told, each)] for k, each in told.items()]
         parts = [table(["setting", *(x.name for x in shown)], rows)]
     else:
         rows = [[x.name, *(_told(each[i]) for each in told.values())] for i, x in enumerate(shown)]
@@ -315,7 +328,7 @@ def _drawn_metrics(shown: Sequence[Shown]) -> list[str]:
     """The training loss, and the metric that the task monitors, or else the first there is."""
     watched = [str(x.run.config.get("task.monitor")) for x in shown]
     found = dict.fromkeys(m for x in shown for m in x.run.curve.metrics)
-    ours = [m for m in found if not m.startswith(("train", "lr-"))]
+    ours = [m for m in distinct(found) if not m.startswith(("train", "lr-"))]
     return ["train_loss", *([m for m in watched if m in found] or ours)[:1]]
 
 

@@ -32,7 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.files import printable, read_text, write_whole
+from hybridtrain.util.files import read_text, write_whole
+from hybridtrain.util.streams import printable
 
 HISTORY_FILE = "history.csv"
 ALWAYS = ("wall_s", "train_s", "epoch", "updates", "samples", "train_loss")

@@ -8,6 +8,7 @@ page itself fits a phone.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote
@@ -34,12 +35,13 @@ code { font-size: .9em; overflow-wrap: anywhere; }
   max-width: 100%; max-height: 36rem; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; vertical-align: top; white-space: nowrap; }
-th { background: #f2f2f2; position: sticky; top: 0; z-index: 1; }
+th { background: #f2f2f2; position: sticky; top: 0; z-index: 1; white-space: normal; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff;
   white-space: normal; overflow-wrap: anywhere; min-width: min(11rem, 34vw); max-width: 14rem; }
 th:first-child { background: #f2f2f2; z-index: 2; }
 td.text, th.text { text-align: left; }
-td.long { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 14rem; }
+td.long { text-align: left; white-space: normal; overflow-wrap: anywhere;
+  min-width: min(14rem, 40vw); }
 tbody tr + tr td { border-top: 1px solid #e4e4e4; }
 tr.bad td { color: #9b1c1c; }
 .figures { display: grid; gap: 1.5rem;
@@ -55,6 +57,9 @@ ul.legend svg { flex: none; }
 details { margin: .5rem 0; }
 summary { cursor: pointer; }
 """
+
+
+_MARK = re.compile(r"((?<=\w)[./_=](?=\w))")
 
 
 class Part(str):
@@ -84,6 +89,16 @@ def note(*contents: Content) -> Part:
 def code(text: str) -> Part:
     """Code, or the name of a file."""
     return Part(f"<code>{escape(text)}</code>")
+
+
+def setting(text: str) -> Part:
+    """The name of a setting."""
+    return Part(f"<code>{_breakable(text)}</code>")
+
+
+def _breakable(text: str) -> str:
+    """Names may go on in the next line behind a mark within them, and only there."""
+    return _MARK.sub(r"\1<wbr>", escape(text))
 
 
 def link(target: Path, text: str, folder: Path) -> Part:
@@ -134,7 +149,7 @@ def table(
     """
     words = [any(_is_text(row[i]) for row in rows) for i in range(len(heads))]
     top = "".join(
-        f"<th{_kind('text' if w else '')}>{escape(x)}</th>"
+        f"<th{_kind('text' if w else '')}>{_breakable(x)}</th>"
         for x, w in zip(heads, words, strict=True)
     )
     body = "".join(_row(row, words, number in bad) for number, row in enumerate(rows))

@@ -23,8 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import shortened
 from hybridtrain.report.history import HISTORY_FILE, RunCurve, read_history
-from hybridtrain.util.files import printable_in, read_text
+from hybridtrain.util.files import read_text
 from hybridtrain.util.option_types import is_number
+from hybridtrain.util.streams import printable_in
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
 RESUMED_FROM = "resumed_from.ckpt"
@@ -362,7 +363,58 @@ def _briefer(override: str) -> str:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Configuration values that differ, by name: one for each run; ``ABSENT``: it has none."""
-    names = dict.fromkeys(name for run in runs for name in run.config)
-    values = {name: [run.config.get(name, ABSENT) for run in runs] for name in names}
-    return {k: v for k, v in values.items() if any(x != v[0] for x in v[1:])}
+    """Configuration values that differ, by name: one for each run; ``ABSENT``: it has none.
+
+    Where runs chose different files of a group (``strategy=async``), the choice is one row. The
+    values that came with it have no rows, unless they differ within a choice or were given.
+    """
+    configs = [_by_name(run.config) for run in runs]
+    names = dict.fromkeys(name for config in configs for name in config)
+    values = {name: [config.get(name, ABSENT) for config in configs] for name in names}
+    found = {k: v for k, v in values.items() if len({_comparable(x) for x in v}) > 1}
+    given = {key_of(x) for run in runs for x in run.overrides}
+    chosen = _choices(runs, names)
+    for group, choices in chosen.items():
+        for name in [x for x in found if x.startswith(f"{group}.")]:
+            pairs = {
+                (choice, _comparable(x)) for choice, x in zip(choices, found[name], strict=True)
+            }
+            was_given = any(f"{name}.".startswith(f"{key}.") for key in given if "." in key)
+            if len(pairs) == len({*choices}) and not was_given:
+                del found[name]
+    return chosen | found
+
+
+def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a strategy by their name, given as such or in a mapping with options."""
+    parts = {x for x in config if x.startswith("strategy.") and x.endswith(".name")}
+    return {key.removesuffix(".name") if key in parts else key: x for key, x in config.items()}
+
+
+def _comparable(value: Any) -> str:
+    """What is null and what is not there are alike."""
+    return repr(None if value is ABSENT else value)
+
+
+def _choices(runs: Sequence[Run], names: Iterable[str]) -> dict[str, list[Any]]:
+    """What each run chose of the groups in which they differ."""
+    groups = {"strategy": None} | {x.partition(".")[0]: None for x in names if "." in x}
+    own = [dict(x.lstrip("+").partition("=")[::2] for x in run.overrides) for run in runs]
+    chosen: dict[str, list[Any]] = {
+        group: [
+            given.get(group, run.summary.get("strategy", ABSENT) if group == "strategy" else ABSENT)
+            for run, given in zip(runs, own, strict=True)
+        ]
+        for group in groups
+    }
+    return {group: each for group, each in chosen.items() if len({*map(str, each)}) > 1}
+
+
+def distinct(metrics: Iterable[str]) -> list[str]:
+    """The metrics without the forms that Lightning adds to one that is logged in two ways.
+
+    ``loss`` is the same as ``loss_epoch``, and ``loss_step`` is of the last mini-batch alone.
+    """
+    names = dict.fromkeys(metrics)
+    ends = ("_epoch", "_step")
+    return [x for x in names if not any(x.endswith(e) and x.removesuffix(e) in names for e in ends)]

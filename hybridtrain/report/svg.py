@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from hybridtrain.util.files import printable
+from hybridtrain.util.streams import printable
 
 COLOURS = {  # of a class, on light pages and on dark ones
     "page": ("#ffffff", "#0d1117"),

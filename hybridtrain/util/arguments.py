@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.files import printable
 from hybridtrain.util.option_types import check, hint
+from hybridtrain.util.streams import (
+    hold_standard_streams,
+    printable,
+    show_warning,
+    warnings_shown_by,
+)
 
 
 def options(
@@ -87,27 +91,14 @@ def command(
         print(usage)
         return 0
     try:
-        status = action(given)
+        with warnings_shown_by(show_warning):
+            status = action(given)
     except (UserError, OSError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return status or 0
-
-
-def hold_standard_streams() -> None:
-    """Open /dev/null in the place of standard streams that are closed (``>&-``).
-
-    Else the next file that is opened gets the number, and what is printed is written to it.
-    """
-    for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
-        if getattr(sys, name) is None:
-            vars(sys)[name] = open(fd, "w" if fd else "r", closefd=False)  # noqa: SIM115
 
 
 def spelled(part: str | Mapping[str, Any]) -> str:

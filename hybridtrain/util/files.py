@@ -13,6 +13,7 @@ which other readers ignore.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import gzip
 import io
@@ -20,7 +21,6 @@ import os
 import re
 import stat
 import struct
-import sys
 import time
 import zipfile
 import zlib
@@ -30,7 +30,7 @@ from functools import cache, partial
 from io import BufferedReader
 from mmap import PROT_READ, mmap
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from hybridtrain.errors import UserError
 
@@ -69,33 +69,6 @@ def short(path: str | Path) -> str:
     """The path as seen from the working directory of the command, where it lies below it."""
     relative = os.path.relpath(path, *_BEGINNINGS[-1:])
     return str(path) if relative.startswith("..") else relative
-
-
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """The text with escapes for characters that would steer a terminal, as in others' names."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-def printable_in(value: Any) -> Any:
-    """A copy of plain values with :func:`printable` texts, keys included."""
-    match value:
-        case str():
-            return printable(value)
-        case dict():
-            return {printable_in(key): printable_in(each) for key, each in value.items()}
-        case list():
-            return [printable_in(each) for each in value]
-    return value
-
-
-def flush_output() -> None:
-    """Flush what was printed. A stream is ``None`` where a process began with it closed."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
@@ -352,23 +325,37 @@ def check_input(path: str | Path, what: str) -> None:
     open_input(path, what).close()
 
 
-def read_text(path: str | Path, what: str, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """The whole text of a file; ``errors`` as ``bytes.decode`` has it.
+def read_text(path: str | Path, what: str, errors: str = "strict") -> str:
+    """The whole text of a UTF-8 file, without a byte order mark; ``errors`` as in ``bytes.decode``.
 
     Raises:
         UserError: as :func:`open_input`, and if the file is no text.
     """
     with open_input(path, what, TEXT_BYTES) as file:
         try:
-            return file.read().decode(encoding, errors)
+            return file.read().decode("utf-8-sig", errors)
         except (OSError, UnicodeDecodeError) as error:
             raise _refused(path, what, reason_of(error)) from error
+
+
+def text_lines(path: str | Path, what: str) -> Iterator[tuple[int, str]]:
+    """Yield number (from 1) and text of each line of a file that :func:`read_text` reads.
+
+    Lines end with LF, CRLF or CR; ``str.splitlines`` would also cut at characters of the text, such
+    as U+2028.
+    """
+    text = io.StringIO(read_text(path, what), newline=None)
+    yield from ((number, line.removesuffix("\n")) for number, line in enumerate(text, 1))
 
 
 def reason_of(error: Exception) -> str:
     """Why a file could not be read, in a few words."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
+    if isinstance(error, UnicodeDecodeError):
+        byte = f"byte {error.object[error.start]:#04x} at {error.start}"
+        wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        return f"it is {'UTF-16' if wide else 'no UTF-8'} ({byte}); convert it to UTF-8"
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
@@ -412,6 +399,8 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             if len(line) == _LINE_BYTES:
                 raise UserError(f"{path}, line {number} has more than {_LINE_BYTES:,} bytes")
             try:
-                yield number, line.decode()
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise UserError(f"{path}, line {number} cannot be read: {error}") from error
+                raise UserError(
+                    f"{path}, line {number} cannot be read: {reason_of(error)}"
+                ) from error

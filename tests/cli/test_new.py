@@ -129,10 +129,10 @@ def test_nothing_half_made_stays(
 ) -> None:
     write = Path.write_text
 
-    def fails_in_the_end(path: Path, text: str) -> int:
+    def fails_in_the_end(path: Path, text: str, encoding: str) -> int:
         if path.name == "pyproject.toml":
             raise OSError(number, os.strerror(number))
-        return write(path, text)
+        return write(path, text, encoding=encoding)
 
     if there:
         Path("deep/waves").mkdir(parents=True)
@@ -167,7 +167,7 @@ def test_the_code_imports_the_package_that_is_installed(
     monkeypatch.setenv(lightning_package.VARIABLE, package)
     files = filled_in("waves")
     assert f"import {package} as L" in files["waves/module.py"]
-    assert f'"{package.replace("_", "-")}"' in files["pyproject.toml"]
+    assert f'"{package.replace("_", "-")}>=2.6.6"' in files["pyproject.toml"]
 
 
 @pytest.mark.usefixtures("project")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,20 @@ from urllib.parse import unquote
 import pytest
 
 from hybridtrain import compare
+from hybridtrain.report.charts import length_chart
 from hybridtrain.report.comparison import _thinned
 from hybridtrain.report.history import History
-from hybridtrain.report.runs import brief, find_runs, labels, read_run, sheet
+from hybridtrain.report.runs import (
+    ABSENT,
+    Run,
+    brief,
+    differences,
+    distinct,
+    find_runs,
+    labels,
+    read_run,
+    sheet,
+)
 
 pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
 
@@ -167,6 +179,78 @@ def test_a_job_that_was_resumed_behind_its_sweep_has_finished(tmp_path: Path) ->
     (tmp_path / "jobs.json").write_text(json.dumps(ended))
     run = read_run(tmp_path / "x/0")
     assert (run.status, run.reason) == ("finished", "")
+
+
+def of_strategy(folder: str, choice: str, policy: Any, **exchange: Any) -> Run:
+    """A run whose configuration has what the file of its strategy says."""
+    overrides = (f"strategy={choice}",) if choice else ()
+    config: dict[str, Any] = {
+        f"strategy.exchange{'.' * bool(k)}{k}": x for k, x in exchange.items()
+    }
+    if isinstance(policy, str):
+        config["strategy.policy"] = policy
+    else:
+        config |= {f"strategy.policy.{key}": value for key, value in policy.items()}
+    return Run(Path(folder), overrides, config, {"strategy": choice or folder})
+
+
+def test_a_choice_of_strategy_is_one_row_of_settings() -> None:
+    hybrid = of_strategy("hybrid", "hybrid", "hybrid")
+    late = of_strategy("async", "async", {"name": "async", "max_staleness": None})
+    assert differences([hybrid, late]) == {"strategy": ["hybrid", "async"]}
+    assert differences([of_strategy("hybrid", "", "hybrid"), late]) == {
+        "strategy": ["hybrid", "async"]
+    }
+    local = of_strategy("local_sgd", "local_sgd", "hybrid", name="movement", every=8)
+    assert differences([hybrid, late, local]) == {"strategy": ["hybrid", "async", "local_sgd"]}
+
+
+def test_settings_that_differ_within_a_choice_or_were_given_have_rows() -> None:
+    hybrid = of_strategy("hybrid", "hybrid", "hybrid")
+    late, later = (of_strategy("", "async", {"name": "async", "max_staleness": n}) for n in (4, 8))
+    assert differences([hybrid, late, later]) == {
+        "strategy": ["hybrid", "async", "async"],
+        "strategy.policy.max_staleness": [ABSENT, 4, 8],
+    }
+    given = replace(late, overrides=("strategy=async", "++strategy.policy.max_staleness=4"))
+    assert differences([hybrid, given]) == {
+        "strategy": ["hybrid", "async"],
+        "strategy.policy.max_staleness": [ABSENT, 4],
+    }
+    policy = replace(hybrid, overrides=("strategy=hybrid", "strategy.policy=async"))
+    policy = replace(policy, config={"strategy.policy": "async"})
+    assert differences([hybrid, policy]) == {"strategy.policy": ["hybrid", "async"]}
+
+
+def test_a_choice_of_another_group_is_one_row_as_well() -> None:
+    adam = {"optimizer._target_": "Adam", "optimizer.betas": [0.9, 0.999], "seed": 1}
+    sgd = {"optimizer._target_": "SGD", "optimizer.momentum": 0.9, "seed": 2}
+    runs = [Run(Path("0"), ("seed=1",), adam), Run(Path("1"), ("optimizer=sgd", "seed=2"), sgd)]
+    assert differences(runs) == {"optimizer": [ABSENT, "sgd"], "seed": [1, 2]}
+
+
+def test_a_metric_that_is_logged_per_step_and_per_epoch_has_one_column(tmp_path: Path) -> None:
+    found = {f"train/loss{end}": 0.5 for end in ("", "_step", "_epoch")}
+    leave(tmp_path / "0", metrics={**found, "test/acc": 0.5, "val/one_step": 0.1, "samples": 3})
+    _, seen = page_of(tmp_path)
+    heads = seen.texts[seen.texts.index("run") :]
+    assert heads.index("test/") < heads.index("val/") < heads.index("logged/")
+    assert heads.count("loss") == 1 and "step" in heads and "epoch" not in heads
+    assert distinct(["a_step", "a_epoch", "b", "b_epoch"]) == ["a_step", "a_epoch", "b"]
+
+
+def test_names_beside_bars_are_whole(tmp_path: Path) -> None:
+    for i, lr in enumerate(["0.001", "0.0003"]):
+        leave(
+            tmp_path / str(i), "strategy=streaming_diloco", f"model.lr={lr}", f"data.batch_size={i}"
+        )
+    text, _ = page_of(tmp_path)
+    shown = re.findall(r"<text[^>]*>(.*?)</text>", text)
+    assert {"0: lr=0.001", "batch_size=0", "1: lr=0.0003", "batch_size=1"} <= set(shown)
+    assert "…" not in "".join(shown)
+    longest = "x" * 50
+    svg = length_chart([longest, "b"], [1.0, 2.0], "samples")
+    assert "".join(re.findall(r">(x+)<", svg)) == longest
 
 
 def test_one_run_and_runs_without_metric_or_history(tmp_path: Path) -> None:

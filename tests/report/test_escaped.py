@@ -12,7 +12,7 @@ from hybridtrain.report import page, svg
 from hybridtrain.report.charts import style
 from hybridtrain.report.history import ALWAYS
 from hybridtrain.report.runs import read_run
-from hybridtrain.util.files import printable
+from hybridtrain.util.streams import printable
 
 EVIL = '<b>&"\x1b'
 STEERS = "\x1b[2J\x9b31m\x07\u202e\udcff"

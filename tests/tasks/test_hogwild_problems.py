@@ -213,6 +213,14 @@ def test_a_malformed_example_is_named_by_file_and_line(
         (",1,2,3\n", r"line 1: user '' is no whole number"),
         ("1_0 2 3\n", r"line 1: user '1_0' is no whole number"),
         ("x 2 3\n", r"line 1: user 'x' is no whole number"),
+        ("1;2;3,5\n", r"line 1: rating '3,5' is no finite number"),
+        ("1 2 3,5\n", r"line 1: rating '3,5' is no finite number"),
+        ("1,2,3\n1,2,3,5\n", r"line 2: '1,2,3,5' has 4 numbers, and the first line has 3"),
+        ("1.5 2 3\n", r"line 1: user '1.5' is no whole number"),
+        ("user,item,rating\n", "only names of columns; give user item rating"),
+        ("userId,movieId,rating\n1,2,3\nuserId,movieId,rating\n", r"line 3: user 'userId' is no"),
+        ("rating,user,item\n3,1,2\n", r"line 1: the columns are rating user item, but user item"),
+        ("%%MatrixMarket matrix coordinate\n3 3 1\n", r"line 1: .*is no whole number"),
         ("9223372036854775808 2 3\n", r"line 1: user 9223372036854775808 is above 4294967295"),
     ],
 )
@@ -223,6 +231,25 @@ def test_a_malformed_rating_is_named_by_file_and_line(
     path.write_text(text)
     with pytest.raises(UserError, match=f"bad.txt.*{message}"):
         read_triples([str(path)], ("user", "item", "rating"), (None, 5))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "userId,movieId,rating,timestamp\n1,2,3.5,964982703\n3,0,1,964982703\n",
+        "\ufeff1::2::3.5::964982703\r\n3::0::1::964982703\r\n",
+        '"user";"item";"rating"\n"1";"2";"3.5"\n"3";"0";"1"\n',
+        "1.0\t2.0\t3.5\n3.0\t0.0\t1.0\n",
+        "1, 2, 3.5,,\n\n# again\n3, 0, 1,\n",
+        "1   2 3.5\n3 0\t1\n",
+    ],
+)
+def test_ratings_as_spreadsheets_and_pandas_write_them_are_read(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "ratings.txt"
+    path.write_bytes(text.encode())
+    found = read_triples(str(path), ("user", "item", "rating"))
+    assert found.ones.tolist() == [1, 3] and found.others.tolist() == [2, 0]
+    assert found.values.tolist() == [3.5, 1.0]
 
 
 def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:

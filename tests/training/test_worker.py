@@ -28,7 +28,7 @@ from hybridtrain.training.data import Data
 from hybridtrain.training.saved_run import SavedRun
 from hybridtrain.training.session import WorkerSession
 from hybridtrain.training.worker import OF_MODEL
-from hybridtrain.util.files import flush_output
+from hybridtrain.util.streams import flush_output
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from hybridtrain.worlds.local.worker_main import _blas_libraries
 from hybridtrain.worlds.virtual.service_times import ServiceTimes

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
+import warnings
 from email.message import Message
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
+from hybridtrain import lightning_package, registration
 from hybridtrain.errors import UserError
 from hybridtrain.util import versions
 
+RELEASES = ["2.6.0", "2.6.1", "2.6.2", "2.6.3", "2.6.5", "2.6.6"]
 FOUND = {"torch": "2.13.0+cpu", "pytorch-lightning": "2.6.6", "hydra-core": "1.3.8"}
 
 
@@ -137,6 +143,98 @@ def test_it_is_refused_before_anything_of_it_is_used(
 ) -> None:
     last = output(ANOTHER.format(stand_in=stand_in, then=then)).strip().splitlines()[-1]
     assert line in last and "hybridtrain supports" in last
+
+
+PACKAGES = ("pytorch_lightning", "lightning")
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Nothing is decided yet; returns the installed versions, which a test may change."""
+    installed = dict.fromkeys(("pytorch-lightning", "lightning"), "2.6.6")
+    monkeypatch.setattr("importlib.metadata.version", installed.__getitem__)
+    monkeypatch.setattr(lightning_package, "_decided", None)
+    monkeypatch.setattr(lightning_package, "_resolve_to_lightning", lambda: None)
+    monkeypatch.setenv(lightning_package._SPAWNED, "")
+    monkeypatch.setenv(versions.VARIABLE, "1")
+    return installed
+
+
+@pytest.mark.parametrize("release", ["2.6.2", "2.6.3"])
+@pytest.mark.parametrize("name", ["pytorch-lightning", "lightning"])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_malicious_release_of_either_package_is_refused_with_what_to_do(
+    undecided: dict[str, str], package: str, name: str, release: str
+) -> None:
+    undecided[name] = release
+    for use in (
+        lambda: lightning_package.decide(package),
+        lambda: registration._Watch().find_spec(package, None),
+    ):
+        with pytest.raises(UserError) as error:
+            use()
+        assert str(error.value).startswith(f"{name} {release} is installed, a malicious release")
+        assert f"(pip uninstall {name})" in str(error.value)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("release", "warned"),
+    [("2.6.0", 1), ("2.6.5.post1", 1), ("2.6", 1), ("2.6.6", 0), ("2.6.10", 0), ("2.7.0rc1", 0)],
+)
+def test_a_release_with_an_advisory_is_one_line_of_warning(
+    undecided: dict[str, str], package: str, release: str, warned: int
+) -> None:
+    name = package.replace("_", "-")
+    undecided[name] = release
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert lightning_package.decide(package) == lightning_package.decide(package) == package
+    assert len(found) == warned
+    for each in found:
+        assert str(each.message).startswith(f"{name} {release} is installed; before 2.6.6, ")
+        assert f"pip install '{name}>=2.6.6'" in str(each.message)
+
+
+def test_a_spawned_worker_does_not_repeat_the_warning_of_its_parent(
+    undecided: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undecided["lightning"] = "2.6.0"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "--multiprocessing-fork"])
+    monkeypatch.delenv(lightning_package._SPAWNED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert lightning_package.decide("lightning") == "lightning"
+
+
+def test_a_package_that_is_not_installed_has_no_release(
+    undecided: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    lightning_package.refuse_malicious()
+
+
+def test_every_range_of_lightning_excludes_the_malicious_releases() -> None:
+    root = Path(__file__).parents[2]
+    names = ("*.toml", "*.txt", "Dockerfile", "docs/**/*.md", "scripts/**/*.py")
+    files = [*(file for name in names for file in root.glob(name))]
+    files += (root / "hybridtrain/cli/new_project").rglob("*.template")
+    ranges = [
+        (file, found)
+        for file in files
+        for found in re.findall(
+            r"(?:lightning|requires|\})((?:[<>=!~]=?[\d.]+,?)+)", file.read_text()
+        )
+        if found.startswith((">=2", "==2"))
+    ]
+    assert len(ranges) >= 3
+    bad = [
+        (file, x) for file, x in ranges if {"2.6.2", "2.6.3"} & {*SpecifierSet(x).filter(RELEASES)}
+    ]
+    assert not bad
 
 
 def test_a_package_that_is_missing_is_named() -> None:

@@ -311,16 +311,40 @@ def test_measured_times_are_read_from_files(tmp_path: Path, name: str) -> None:
         ("a.json", "{"),
         ("a.json", '{"0": ["x"]}'),
         ("a.json", '{"0": 1.5}'),
-        ("a.csv", "w,s\n0,1"),
-        ("a.csv", "worker,seconds\n0,"),
+        ("a.json", '{"0": [1], "1": [2], "0": [3]}'),
     ],
 )
 def test_files_without_service_times_are_named(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=r"a\.(json|csv) holds no service times"):
+    with pytest.raises(UserError, match=r"a\.json holds no service times"):
         read_times(tmp_path / name)
     with pytest.raises(UserError, match="cannot read service times"):
         read_times(tmp_path / "nothing.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("w,s\n0,1", "line 1: the column worker is missing"),
+        ("worker,seconds\n0,", "line 2: worker '0', seconds '' were given"),
+        ("worker,seconds\n0,0,25", "line 2: cells in the row: 3, columns in the header: 2"),
+        (
+            "worker;seconds\n0;0,25",
+            "line 2: worker '0', seconds '0,25' were given; .*decimal point",
+        ),
+        ("worker,seconds\n0,1\nworker,seconds\n", "line 3: the header stands here again"),
+        ("worker,seconds\n0.5,1\n", "line 2: worker '0.5', seconds '1' were given"),
+    ],
+)
+def test_a_line_that_is_no_service_time_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(UserError, match=rf"a\.csv, {said}"):
+        read_times(tmp_path / "a.csv")
+
+
+def test_service_times_that_pandas_has_written_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(",worker,seconds\n0,0.0,0.25\n1,1.0,1e-1\n")
+    assert read_times(tmp_path / "a.csv") == {0: [0.25], 1: [0.1]}
 
 
 @pytest.mark.parametrize(

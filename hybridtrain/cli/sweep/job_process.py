@@ -29,7 +29,7 @@ from hybridtrain.cli.config_values import overrides_of
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interrupted
 from hybridtrain.cli.quiet import hush
 from hybridtrain.util.anonymous_files import anonymous_descriptor
-from hybridtrain.util.files import flush_output
+from hybridtrain.util.streams import flush_output
 from hybridtrain.worlds.local.signals import ending_signals, restore
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
 from typing import Any
 
 import pytorch_lightning as pl
@@ -13,6 +12,7 @@ from pytorch_lightning.callbacks import ProgressBar, RichProgressBar
 
 from hybridtrain.cli.telemetry.monitor import RunMonitor, RunStats, whole_loss
 from hybridtrain.util.option_types import NotNegative, typed
+from hybridtrain.util.streams import say
 
 
 @typed("callbacks.progress.")
@@ -137,5 +137,4 @@ class PlainProgress(ProgressBar):
             for name, value in trainer.progress_bar_metrics.items()
             if isinstance(value, int | float)
         ]
-        with suppress(OSError):  # a full disk, a closed pipe: training continues
-            print("  ".join(parts), flush=True)
+        say("  ".join(parts))

@@ -20,7 +20,7 @@ from hybridtrain.cli.telemetry.monitor import STATS_FILE, VALIDATED, RunMonitor,
 from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.monitoring.watchdog import Slow, slow_worker, to_stderr
 from hybridtrain.report.advice import Advice
-from hybridtrain.report.runs import SUMMARY_FILE, as_json, with_floats
+from hybridtrain.report.runs import SUMMARY_FILE, as_json, distinct, with_floats
 from hybridtrain.util.files import read_text, short, write_whole
 
 # ---- the checkpoint and metrics that stand for a run --------------------------------------------
@@ -166,7 +166,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ("handed over", _handed_over(summary)),
         *((f"host {n}", _host(each)) for n, each in enumerate(summary.hosts)),
         ("on device", _device_memory(summary)),
-        *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
+        *((name, f"{summary.metrics[name]:.6g}") for name in distinct(summary.metrics)),
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
         ("not saved", "; ".join(f"{short(k)} ({v})" for k, v in summary.unsaved.items())),
         ("resumed", _resumed(summary)),

@@ -18,6 +18,7 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import as_bytes, read
 from hybridtrain.protocol.messages import Saved
 from hybridtrain.util.files import interrupted_in
+from hybridtrain.util.streams import say
 from hybridtrain.worker.client import StopRequested
 from hybridtrain.worlds.local.channel import ChannelClosed
 from hybridtrain.worlds.local.worker_exit import Failed
@@ -107,7 +108,7 @@ def save_interrupted(trainer: Any) -> bool:
         warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
         return False
     if written := str(path) not in context.keeping.unsaved.lost:  # else a warning was given
-        print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
+        say(f"stopped after step {trainer.global_step}, checkpoint: {path}")
     return written
 
 

@@ -42,6 +42,7 @@ from hybridtrain.lightning.results.returned_training import Sizes, load_weights
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill, read
 from hybridtrain.util.files import interrupted_in
+from hybridtrain.util.streams import say
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def save_finished(
         except Exception as error:  # the interrupt is to be raised, not this
             warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
             return
-        print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
+        say(f"stopped after step {trainer.global_step}, checkpoint: {path}")
 
 
 def _all(trainer: Any) -> list[pl.Callback]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,28 +26,33 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.files import lines
+from hybridtrain.util.tables import whole_number
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _MOST = 1 << 32  # numbers of rows are kept in 32 bits
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def numbered_lines(files: str | Sequence[str]) -> Iterator[tuple[str, str]]:
+def numbered_lines(file: str) -> Iterator[tuple[str, str]]:
     """``file, line n`` and the line, of all lines that are not empty or comments.
 
     Raises:
-        UserError: if none is named, or one cannot be read, is no text, or has nothing in it.
+        UserError: if it cannot be read, is no text, or has nothing in it.
     """
+    found = False
+    for number, line in lines(Path(file)):
+        if text := line.partition("#")[0].strip():
+            found = True
+            yield f"{file}, line {number}", text
+    if not found:
+        raise UserError(f"{file} is empty; give a file with one example on each line")
+
+
+def named(files: str | Sequence[str]) -> Sequence[str]:
+    """One file or several, as a list; raises ``UserError`` if there is none."""
     if not files:
         raise UserError("data.files is empty; name at least one text file")
-    for name in [files] if isinstance(files, str) else files:
-        found = False
-        for number, line in lines(Path(name)):
-            if text := line.partition("#")[0].strip():
-                found = True
-                yield f"{name}, line {number}", text
-        if not found:
-            raise UserError(f"{name} is empty; give a file with one example on each line")
+    return [files] if isinstance(files, str) else files
 
 
 class Columns:
@@ -90,11 +96,8 @@ def number(text: str, where: str, what: str) -> float:
 
 def index(text: str, where: str, what: str, limit: int | None = None) -> int:
     """Parse a whole number from 0 to below ``limit`` or 2³²; raises ``UserError``."""
-    try:
-        value = int(text.replace("_", "?"))
-    except ValueError:
-        value = -1
-    if value < 0:
+    value = whole_number(text)
+    if value is None or value < 0:
         raise UserError(f"{where}: {what} {text!r} is no whole number of at least 0")
     if value >= _MOST:
         raise UserError(f"{where}: {what} {text} is above {_MOST - 1}; number them from 0")
@@ -109,7 +112,8 @@ def index(text: str, where: str, what: str, limit: int | None = None) -> int:
 # ---- two numbers and a value ---------------------------------------------------------------------
 
 Batch = tuple[Tensor, Tensor, Tensor]  # values (B,) fp32, ones (B,) int64, others (B,) int64
-_BETWEEN = re.compile(r" *(?:::|[,;\t]) *|\s+")
+_BETWEEN = ("::", "\t", ";", ",", None)  # None: spaces
+_NAME = re.compile(r"[^\W\d]\w*")
 _BLOCK = 10_000  # lines that are in memory
 
 
@@ -147,7 +151,9 @@ def read_triples(
     names: tuple[str, str, str],
     limits: tuple[int | None, int | None] = (None, None),
 ) -> Triples:
-    """Read them once, line by line; separated by spaces, commas or ``::``.
+    """Read them once, line by line; separated by spaces, tabs, commas, ``;`` or ``::``.
+
+    A file may begin with a line of column names; columns behind the third are ignored.
 
     Args:
         files: text, also packed with gzip; one or more.
@@ -159,17 +165,52 @@ def read_triples(
     """
     columns = Columns({"values": "f4", "ones": "i8", "others": "i8"})
     block: list[tuple[float, int, int]] = []
-    for where, line in numbered_lines(files):
-        words = _BETWEEN.split(line)
-        if len(words) < 3:
-            raise UserError(f"{where}: {line[:60]!r} is not {' '.join(names)}")
+    rows = chain.from_iterable(_rows(file, names) for file in named(files))
+    for where, words in rows:
         one = index(words[0], where, names[0], limits[0])
         other = index(words[1], where, names[1], limits[1])
         block.append((number(words[2], where, names[2]), one, other))
         if len(block) == _BLOCK:
             _add(columns, block)
     _add(columns, block)
-    return Triples(**columns.arrays(), kept=columns)
+    made = columns.arrays()
+    if not len(made["values"]):
+        raise UserError(f"{', '.join(named(files))}: only names of columns; give {' '.join(names)}")
+    return Triples(**made, kept=columns)
+
+
+def _rows(file: str, names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Place and cells of each row of a file; all have as many as its first line."""
+    between: str | None = None
+    n = 0  # cells of a line
+    for where, line in numbered_lines(file):
+        begins = n == 0
+        if begins:
+            between = next(x for x in _BETWEEN if x is None or len(line.split(x)) >= len(names))
+        cells = [cell.strip(' "') for cell in line.split(between)]
+        while len(cells) > (n or len(names)) and not cells[-1]:
+            cells.pop()
+        n = n or len(cells)
+        if len(cells) < len(names):
+            raise UserError(f"{where}: {line[:60]!r} is not {' '.join(names)}")
+        if len(cells) != n:
+            raise UserError(
+                f"{where}: {line[:60]!r} has {len(cells)} numbers, and the first line has {n}; "
+                "write a decimal point, and the same columns in all lines"
+            )
+        if begins and all(map(_NAME.fullmatch, cells)):
+            _check_order(where, [cell.lower() for cell in cells], names)
+        else:
+            yield where, cells
+
+
+def _check_order(where: str, header: Sequence[str], names: Sequence[str]) -> None:
+    for place, name in enumerate(names):
+        if len(name) > 1 and name not in header[place] and any(name in each for each in header):
+            raise UserError(
+                f"{where}: the columns are {' '.join(header)}, but {' '.join(names)} are read in "
+                "this order; change their order in the file"
+            )
 
 
 def _add(columns: Columns, block: list[tuple[float, int, int]]) -> None:
@@ -266,7 +307,7 @@ def read_examples(files: str | Sequence[str], n_features: int | None = None) -> 
     """
     columns = Columns({"labels": "f4", "lengths": "i8", "features": "u4", "values": "f4"})
     largest = -1
-    for where, line in numbered_lines(files):
+    for where, line in chain.from_iterable(map(numbered_lines, named(files))):
         label, features, values = parse_example(line, where, n_features)
         columns.add(labels=[label], lengths=[len(features)], features=features, values=values)
         largest = max(largest, max(features, default=-1))

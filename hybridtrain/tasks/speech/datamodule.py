@@ -304,6 +304,8 @@ def check(
     Only headers are read. ``frames_per_output``: feature frames per output of the model.
     """
     try:
+        if utterance.fault:
+            raise UserError(utterance.fault)
         if not utterance.transcript.strip():
             raise UserError(f"the transcript of {utterance.name} is empty")
         labels = alphabet.encode(utterance.transcript)

@@ -27,7 +27,7 @@ from torch import Tensor
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.lm import NgramModel
-from hybridtrain.util.files import open_input, read_text
+from hybridtrain.util.files import open_input, text_lines
 from hybridtrain.util.option_types import Positive, Range, check_fields, check_names
 
 Floats = npt.NDArray[np.float64]
@@ -308,12 +308,23 @@ def read_lexicon(options: DecoderOptions, alphabet: Alphabet) -> list[str]:
     with open_input(str(options.lm), "the language model (ARPA or KenLM binary)") as file:
         binary = file.read(6) == b"mmap l"
     if options.lexicon:
-        words = read_text(path, "the lexicon").split()
+        words = list(_words_of(path))
     elif binary:
         raise UserError(f"{path} is a KenLM binary, which hides its words: add lexicon=FILE")
     else:
         words = NgramModel.read(path).words
-    spellable = sorted({word for word in words if set(word) <= set(alphabet.symbols)})
+    spellable = sorted({word for word in words if alphabet.has(word)})
     if not spellable:
         raise UserError(f"no word of {path} can be written with the alphabet {alphabet.symbols!r}")
     return spellable
+
+
+def _words_of(lexicon: str) -> Iterator[str]:
+    for number, line in text_lines(lexicon, "the lexicon"):
+        words = line.split()
+        if len(words) > 1:
+            raise UserError(
+                f"{lexicon}, line {number}: {line.strip()[:60]!r} is not one word; write one per "
+                "line, without its spelling"
+            )
+        yield from words

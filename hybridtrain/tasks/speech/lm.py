@@ -25,13 +25,14 @@ from __future__ import annotations
 import math
 import re
 import sys
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.arguments import command, options
-from hybridtrain.util.files import read_text
+from hybridtrain.util.files import text_lines
 
 Ngram = tuple[str, ...]
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
@@ -68,7 +69,8 @@ class NgramModel:
         log10: dict[Ngram, float] = {}
         backoff: dict[Ngram, float] = {}
         order = 0
-        for number, line in enumerate(_lines(path), 1):
+        for number, text in text_lines(path, "the text"):
+            line = text.strip()
             if line.startswith("\\"):
                 head = _HEAD.fullmatch(line)
                 order = int(head[1]) if head else 0
@@ -145,10 +147,6 @@ def _discount(table: Counter[Ngram]) -> float:
     return min(0.9, max(0.1, once / (once + 2 * twice))) if once else 0.5
 
 
-def _lines(path: str | Path) -> list[str]:
-    return [line.strip() for line in read_text(path, "the text").splitlines()]
-
-
 def _read_ngram(
     line: str, order: int, log10: dict[Ngram, float], backoff: dict[Ngram, float]
 ) -> None:
@@ -175,7 +173,8 @@ def run(arguments: Sequence[str]) -> None:
         if name not in given:
             raise UserError(f"{name}=... is missing: text=FILE out=FILE [order=3]")
     order = given.get("order", "3")
-    sentences = [line.split() for line in _lines(given["text"])]
+    lines = [line for _, line in text_lines(given["text"], "the text")]
+    sentences = [unicodedata.normalize("NFC", line).split() for line in lines]
     model = estimate(sentences, int(order) if order.isdecimal() else 0)
     model.write(given["out"])
     print(f"{given['out']}: {len(model.words)} words, {len(model.log10)} n-grams")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -91,7 +92,8 @@ def as_text(report: dict[str, list[dict[str, Any]]]) -> str:
 def as_markdown(rows: Sequence[tuple[str, str]]) -> str:
     """Pairs of truth and heard as a table that TensorBoard renders."""
     head = "| truth | heard |\n| --- | --- |\n"
-    return head + "\n".join(f"| {truth} | {heard} |" for truth, heard in rows)
+    cells = [[text.replace("|", "\\|") for text in row] for row in rows]
+    return head + "\n".join(f"| {truth} | {heard} |" for truth, heard in cells)
 
 
 class ErrorCounts(NamedTuple):
@@ -140,5 +142,5 @@ def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorC
 
 
 def _tidy(text: str) -> str:
-    """Single blanks between words and none around."""
-    return " ".join(text.split())
+    """Composed letters, single blanks between words and none around."""
+    return " ".join(unicodedata.normalize("NFC", text).split())

@@ -37,6 +37,7 @@ from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.metrics import Sentence, count_errors, rate
 from hybridtrain.tasks.speech.nets import build_net
 from hybridtrain.util.option_types import Natural, typed
+from hybridtrain.util.streams import say
 
 log = logging.getLogger(__name__)
 Batch = dict[str, Any]
@@ -232,7 +233,7 @@ class SpeechModule(pl.LightningModule):
         self.test_report = metrics.select(sentences, self.hparams["report_count"])
         text = metrics.as_text(self.test_report)
         if self.trainer.is_global_zero and text:
-            print(f"\nTest sentences\n{text}")
+            say(f"\nTest sentences\n{text}")
         self._add_text("test/sentences", f"```\n{text}\n```")
 
     def on_predict_start(self) -> None:

@@ -5,10 +5,11 @@ Legend: V words, D dimensions.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import math
+import unicodedata
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.files import read_text, unpacked
+from hybridtrain.util.files import text_lines, unpacked
 
 # ---- word vectors in files: word2vec's formats, which gensim and most others read ---------------
 # A first line says how many words and dimensions. Then each word, a space, and its numbers: as
@@ -62,7 +63,8 @@ def read_vectors(path: Path) -> tuple[list[str], Vectors]:
 
 def _read(path: Path, file: BinaryIO) -> tuple[list[str], Vectors]:
     try:
-        n, dim = map(int, file.readline(_WORD_BYTES).split())
+        first = file.readline(_WORD_BYTES).removeprefix(codecs.BOM_UTF8)
+        n, dim = map(int, first.split())
         words, vectors = [], np.empty((n, dim), dtype=np.float32)
     except (ValueError, MemoryError):
         n = dim = 0
@@ -156,14 +158,21 @@ class KnownWords:
         return cls(*read_vectors(Path(path)))
 
     def _row(self, word: str) -> int:
-        number = self.number_of.get(word)
+        number = self._known(word)
         if number is None:
             raise UserError(f"{word!r} has no vector; there are {len(self.words):,} words")
         return number
 
     def _find(self, word: str) -> int:
         """As it is written, or in small letters; -1: it has no vector."""
-        return self.number_of.get(word, self.number_of.get(word.lower(), -1))
+        found = self._known(word)
+        small = self._known(word.lower()) if found is None else found
+        return -1 if small is None else small
+
+    def _known(self, word: str) -> int | None:
+        """As it is written, or with its letters composed or decomposed."""
+        forms = (word, *(unicodedata.normalize(form, word) for form in ("NFC", "NFD")))
+        return next((self.number_of[form] for form in forms if form in self.number_of), None)
 
     def most_similar(self, question: str, top: int = 10) -> list[tuple[str, float]]:
         """The nearest by cosine to a word, or to a sum as in ``king-man+woman``.
@@ -184,10 +193,11 @@ class KnownWords:
     def similarity(self, path: str | Path) -> Similarity:
         """Compare with people's scores in a file: ``word word score`` in each line.
 
-        Lines whose third field is no number are passed over, as are those that begin with ``#``.
+        Between them are spaces, tabs, ``;`` or ``,``. The first line may name the columns; lines
+        that begin with ``#`` are passed over, as are columns behind the third.
 
         Raises:
-            UserError: if no line has a score.
+            UserError: if a line has no score, or there is none.
         """
         ours, theirs, unknown = [], [], 0
         for one, other, score in _scored(Path(path)):
@@ -264,13 +274,33 @@ def _terms(question: str, known: dict[str, int]) -> Iterator[tuple[float, str]]:
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Numbers from 1, and words; not of those that are empty or a comment."""
-    for number, line in enumerate(read_text(path, "the questions").splitlines(), 1):
+    for number, line in text_lines(path, "the questions"):
         if (words := line.split()) and not line.startswith("#"):
             yield number, words
 
 
 def _scored(path: Path) -> Iterator[tuple[str, str, float]]:
-    for _, words in _lines(path):
-        with suppress(IndexError, ValueError):
-            if math.isfinite(score := float(words[2].replace(",", "."))):
-                yield words[0], words[1], score
+    between: str | None = None
+    n = 0  # cells of a line with a score
+    lines = text_lines(path, "the scores")
+    rows = [(k, line) for k, line in lines if line.strip() and not line.startswith("#")]
+    for place, (number, line) in enumerate(rows):
+        if place == 0:
+            between = next((x for x in "\t;," if line.count(x) > 1), None)
+        cells = [cell.strip(' "') for cell in line.split(between)]
+        if (score := _score(cells)) is not None and len(cells) == (n or len(cells)):
+            n = len(cells)
+            yield cells[0], cells[1], score
+        elif place > 0:
+            raise UserError(
+                f"{path}, line {number}: {line.strip()[:60]!r} is not two words and a score: tiger "
+                "cat 7.35"
+            )
+
+
+def _score(cells: Sequence[str]) -> float | None:
+    try:
+        score = float(cells[2].replace(",", "."))
+    except (IndexError, ValueError):
+        return None
+    return score if math.isfinite(score) else None

@@ -208,6 +208,7 @@ class TextFiles:
     def _words(self, path: Path, number: int, block: bytes) -> list[str]:
         try:
             text = block.decode("utf-8-sig" if number == 1 else "utf-8", self._errors)
+            text = unicodedata.normalize("NFC", text)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{path}, line {number}: byte {error.object[error.start]:#04x} is no UTF-8; "
@@ -219,7 +220,7 @@ class TextFiles:
 def _words_in(text: str) -> list[str]:
     if text.isascii():
         return _WORD.findall(text)
-    return _word_of_any_script().findall(unicodedata.normalize("NFC", text))
+    return _word_of_any_script().findall(text)
 
 
 @cache

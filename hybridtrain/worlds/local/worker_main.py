@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.monitoring.hang_detector import Doing, Heartbeat
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.util.anonymous_files import stop_sharing_maps
-from hybridtrain.util.files import flush_output
+from hybridtrain.util.streams import flush_output, own_showwarning
 from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed, SharedBells
 from hybridtrain.worlds.local.cpu_scheduling import yield_when_woken
@@ -121,8 +122,14 @@ class WorkerStart:
     blas: Any = None
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """With the way in which a command shows warnings."""
+        return {**vars(self), "showwarning": own_showwarning()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In a new process, before the modules of the body are imported."""
+        if (show := state.pop("showwarning")) is not None:
+            warnings.showwarning = show
         vars(self).update(state)
         if self.environment:
             os.environ.clear()

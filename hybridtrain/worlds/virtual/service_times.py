@@ -6,18 +6,19 @@ is the same for its seed. Recorded times: :class:`Measured`.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.files import read_text
 from hybridtrain.util.option_types import Above0, check
+from hybridtrain.util.tables import read_table, whole_number
 
 Draw = Callable[[], float]
 
@@ -163,25 +164,43 @@ def read_times(path: Path) -> dict[int, list[float]]:
     Raises:
         UserError: naming the file and what is wrong with it.
     """
-    text = read_text(path, "service times from", "utf-8-sig")  # spreadsheets write a mark first
-    try:
-        pairs = list(_json(text) if path.suffix == ".json" else _csv(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
-        raise UserError(
-            f"from={path} holds no service times ({error}); wanted: a .json file of worker -> "
-            "list of seconds, or a CSV file with the columns worker and seconds"
-        ) from error
     found: dict[int, list[float]] = {}
-    for worker, seconds in pairs:
+    for worker, seconds in _json(path) if path.suffix == ".json" else _csv(path):
         found.setdefault(worker, []).append(seconds)
     return found
 
 
-def _json(text: str) -> Iterator[tuple[int, float]]:
-    lists = ([(int(w), float(x)) for x in times] for w, times in json.loads(text).items())
-    return chain.from_iterable(lists)
+def _json(path: Path) -> Iterator[tuple[int, float]]:
+    text = read_text(path, "service times from")
+    try:
+        content = json.loads(text, object_pairs_hook=_named_once)
+        yield from [(int(w), float(x)) for w, times in content.items() for x in times]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"from={path} holds no service times ({error}); wanted: a .json file of worker -> "
+            "list of seconds, or a CSV file with the columns worker and seconds"
+        ) from error
 
 
-def _csv(text: str) -> Iterator[tuple[int, float]]:
-    lines = csv.DictReader(text.splitlines())
-    return ((int(line["worker"]), float(line["seconds"])) for line in lines)
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a worker is there twice")
+    return found
+
+
+def _csv(path: Path) -> Iterator[tuple[int, float]]:
+    for row in read_table(path, "service times from", ("worker", "seconds")):
+        if row.fault:
+            raise UserError(f"{path}, line {row.line}: {row.fault}")
+        worker, seconds = row.cells["worker"], row.cells["seconds"]
+        try:
+            number, time = whole_number(worker), float(seconds)
+        except ValueError:
+            number = None
+        if number is None:
+            raise UserError(
+                f"{path}, line {row.line}: worker {worker!r}, seconds {seconds!r} were given; "
+                "wanted: a whole number, and a number with a decimal point"
+            )
+        yield number, time

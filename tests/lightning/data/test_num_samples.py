@@ -189,7 +189,6 @@ TIME_FIRST = torch.zeros(3, 8, 5)  # 3 steps of 8 sequences
         ({"loss": torch.tensor(1.0)}, 8, 8),
         (object(), 8, 8),
     ],
-    ids=str,
 )
 def test_the_samples_of_a_mini_batch_are_those_that_were_not_left_out(
     batch: Any, drawn: int, samples: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
+from hybridtrain import PlainProgress
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.decoding import BeamDecoder, DecoderOptions
 from hybridtrain.tasks.speech.metrics import Sentence, as_text, select
@@ -194,6 +197,20 @@ def test_report_is_readable_and_goes_to_the_logger(
     assert "heard: a cap" in texts["test/sentences"]
     assert "| a cab | a cap |" in texts["val/transcripts"]
     assert as_text({"best": [], "median": [], "worst": []}) == ""
+
+
+def test_the_report_raises_nothing_in_a_script_whose_output_is_ascii(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    module = answering(monkeypatch, {"a cab": "größe"})
+    data = Batches([batch_of(["a cab"])])
+    run = trainer(enable_progress_bar=True, callbacks=[PlainProgress(0)], max_epochs=1)
+    monkeypatch.setattr(sys, "stdout", stream)
+    run.fit(module, data)
+    run.test(module, data, verbose=False)
+    assert rb"heard: gr\xf6\xdfe" in stream.buffer.getvalue()  # type: ignore[attr-defined]
+    assert run.callback_metrics["test/wer"] == 1.0
 
 
 def test_beam_search_is_used_for_the_test_only(monkeypatch: pytest.MonkeyPatch) -> None:

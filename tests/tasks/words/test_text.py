@@ -53,7 +53,9 @@ def test_words_of_any_script_are_whole(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + "the हिन्दी தமிழ் cafe\u0301 İs l’été".encode())
     words = ["the", "हिन्दी", "தமிழ்", "café", "i\u0307s", "l’été"]
     assert lines_of(TextFiles([tmp_path / "a"])) == [words]
-    assert lines_of(TextFiles([tmp_path / "a"], "spaces"))[0][0] == "the", "no mark of byte order"
+    found = lines_of(TextFiles([tmp_path / "a"], "spaces"))[0]
+    assert found[0] == "the", "no mark of byte order"
+    assert found[3] == "café", "composed, as all words are"
 
 
 WORDS = st.lists(st.lists(st.text("abé", min_size=1, max_size=9), max_size=9), max_size=9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -73,13 +74,36 @@ def test_neighbours_and_sums() -> None:
         known.most_similar("+")
 
 
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_a_word_is_found_composed_or_decomposed(form: str, tmp_path: Path) -> None:
+    words = [unicodedata.normalize(form, word) for word in ("größe", "über")]
+    known = KnownWords(words, np.eye(2, dtype=np.float32))
+    for other in ("NFC", "NFD"):
+        asked = [unicodedata.normalize(other, word) for word in ("größe", "über", "Über")]
+        assert known.most_similar(asked[0], 1) == [(words[1], 0.0)]
+        (tmp_path / "said").write_text(f"{asked[0]}\t{asked[2]}\t1,5\n", encoding="utf-8")
+        assert known.similarity(tmp_path / "said").unknown == 0
+        (tmp_path / "asked").write_text(" ".join([asked[0], *asked]), encoding="utf-8")
+        assert known.analogies(tmp_path / "asked")[0].unknown == 0
+
+
+@pytest.mark.parametrize("between", [" ", "\t", ";", ","])
+def test_scores_are_read_with_the_separator_of_their_file(between: str, tmp_path: Path) -> None:
+    rows = ["word1 word2 mean n", "king queen 7.5 3", '"king" man 1 2', "queen man 2e0 4"]
+    (tmp_path / "said").write_text("\ufeff" + "\n".join(rows).replace(" ", between))
+    found = KnownWords(WORDS, VECTORS).similarity(tmp_path / "said")
+    assert (found.pairs, found.unknown) == (3, 0)
+
+
 @pytest.mark.parametrize(
     ("question", "content", "said"),
     [
         ("analogies", "", "has no line with four words"),
         ("analogies", ": royal\nking man queen\n", "file, line 2: 3 words; an analogy has four"),
         ("similarity", "", "has no line with two words and a score"),
-        ("similarity", "first second\nking queen\n", "has no line with two words and a score"),
+        ("similarity", "first second\n", "has no line with two words and a score"),
+        ("similarity", "first second\nking queen\n", "file, line 2: 'king queen' is not two words"),
+        ("similarity", "king,queen,7,5\nking,queen,7\n", "file, line 2: 'king,queen,7' is not two"),
     ],
 )
 def test_files_without_questions_are_named(

@@ -7,16 +7,15 @@ are ignored. Several files are merged and sorted by ascending ``wav_filesize``.
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance
-from hybridtrain.util.files import read_text
+from hybridtrain.util.files import text_lines
 from hybridtrain.util.option_types import Checked, Natural
+from hybridtrain.util.tables import Row, read_table, whole_number
 
 REQUIRED = ("wav_filename", "transcript")
 LARGEST_BYTES = 2**50  # of a sound file
@@ -71,46 +70,26 @@ class CsvManifest(Checked, Source):
 
 def read_manifest(path: Path) -> list[Utterance]:
     """All rows of one CSV file in file order; ``UserError`` if it is not a manifest."""
-    reader = csv.DictReader(io.StringIO(read_text(path, "the manifest", "utf-8-sig"), newline=""))
-    try:
-        _require_columns(path, reader.fieldnames or ())
-        return list(_utterances(path, reader))
-    except csv.Error as error:
-        raise UserError(f"cannot read the manifest {path}: {error}") from error
+    rows = read_table(path, "the manifest", REQUIRED, ("wav_filesize",))
+    return [_utterance(path, row) for row in rows]
 
 
-def _utterances(path: Path, reader: csv.DictReader[str]) -> Iterator[Utterance]:
-    before = reader.line_num
-    for row in reader:
-        if any("\n" in cell for cell in row.values() if isinstance(cell, str)):
-            raise UserError(
-                f"{path}, line {before + 1}: a quoted cell goes on in the line below; close it"
-            )
-        before = reader.line_num
-        yield _utterance(path, before, row)
-
-
-def _utterance(path: Path, line: int, row: dict[str, str | None]) -> Utterance:
-    origin = f"{path}, line {line}"
-    size = row.get("wav_filesize") or "0"
-    try:
-        filesize = int(size)
-    except ValueError:
-        filesize = -1
-    if not 0 <= filesize < LARGEST_BYTES:
-        raise UserError(f"{origin}: wav_filesize={size[:40]!r} is not a number of bytes")
-    file = str(path.parent / (row["wav_filename"] or ""))  # an absolute name stays itself
-    return Utterance(file, row["transcript"] or "", (Clip(file),), origin, filesize)
-
-
-def _require_columns(path: Path, found: Sequence[str]) -> None:
-    missing = [column for column in REQUIRED if column not in found]
-    names = " ".join(",".join(found).split()) or "none"
-    if missing:
-        raise UserError(
-            f"{path}, line 1: the column {missing[0]} is missing (needed:"
-            f" wav_filename,wav_filesize,transcript; found: {names})"
-        )
+def _utterance(path: Path, row: Row) -> Utterance:
+    """The row's utterance; where the row makes no sense, its ``fault`` says so."""
+    name, size = (row.cells.get(column, "") for column in ("wav_filename", "wav_filesize"))
+    filesize, fault = whole_number(size or "0"), row.fault
+    if not fault and not name:
+        fault = "wav_filename is empty"
+    if filesize is None or not 0 <= filesize < LARGEST_BYTES:
+        fault = f"wav_filesize={size[:40]!r} is not a number of bytes"
+    return Utterance(
+        file := str(path.parent / name),  # an absolute name stays itself
+        row.cells.get("transcript", ""),
+        (Clip(file),),
+        f"{path}, line {row.line}",
+        0 if fault else filesize or 0,
+        fault=fault,
+    )
 
 
 def _names(given: Files) -> list[str]:
@@ -164,16 +143,15 @@ class LibriSpeech(Source):
 
 
 def _lines(transcripts: Path) -> list[Utterance]:
-    lines = read_text(transcripts, "the transcripts").splitlines()
     return [
         _of_line(transcripts, number, line)
-        for number, line in enumerate(lines, start=1)
+        for number, line in text_lines(transcripts, "the transcripts")
         if line.strip()
     ]
 
 
 def _of_line(transcripts: Path, number: int, line: str) -> Utterance:
-    key, _, text = line.strip().partition(" ")
+    key, text = [*line.split(maxsplit=1), ""][:2]
     file = transcripts.with_name(f"{key}.flac")
     size = file.stat().st_size if file.exists() else 0  # a missing file is reported by the checks
     origin = f"{transcripts}, line {number}"

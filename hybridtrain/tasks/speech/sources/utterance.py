@@ -141,7 +141,8 @@ class Clip:
 class Utterance:
     """``name`` is what logs and reports call it; ``origin`` is where it is listed (file, line).
 
-    ``samples`` is its length at the features' sample rate, 0 until ``checks`` has measured it.
+    ``samples`` is its length at the features' sample rate, 0 until ``check`` has measured it.
+    ``fault`` says what is wrong with its line there, if anything is.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Utterance:
     filesize: int = 0  # bytes
     speaker: str = ""
     samples: int = 0
+    fault: str = ""
 
     def measure(self, sample_rate: int) -> int:
         """Length in samples at ``sample_rate``, from headers only; ``UserError`` if unreadable."""
