@@ -36,6 +36,11 @@ class Result:
         assert len(lines) == 1, f"expected one line, got:\n{self.err}"
         return lines[0]
 
+    @property
+    def complaints(self) -> list[str]:
+        """The lines of stderr, but for warnings."""
+        return [x for x in self.err.splitlines() if not x.startswith("warning: ")]
+
 
 Command = Callable[..., Result]
 Replay = Callable[..., Result]

@@ -35,7 +35,7 @@ def test_trap_16_a_sweep_over_devices_trains_every_sample_once_per_epoch(
     result = command(
         "-m", *TINY, f"strategy={strategy}", "trainer.devices=2,3", where, "hydra.sweep.dir=jobs"
     )
-    assert (result.code, result.err) == (0, "")
+    assert (result.code, result.complaints) == (0, [])
     found = [summary(f"jobs/{i}") for i in range(2)]
     assert [(x["strategy"], x["workers"]) for x in found] == [(strategy, 2), (strategy, 3)]
     for diary, workers in zip(diaries, (2, 3), strict=True):

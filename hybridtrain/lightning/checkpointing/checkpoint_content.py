@@ -92,7 +92,7 @@ _STATES = (
 )
 _OF_WORKER = {
     "state?": {EACH: _STATES},
-    "exchange": {EACH: object, "residuals?": {EACH: Tensor}},
+    "exchange?": {EACH: object, "residuals?": {EACH: Tensor}},
     "parameters?": [Tensor],
     "used?": NotNegative,
 }

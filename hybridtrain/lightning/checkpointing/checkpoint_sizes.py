@@ -143,14 +143,14 @@ def check_shapes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], sou
 def check_worker(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], source: str) -> None:
     """The same of what a worker has kept for itself. Raises UserError."""
     check_shapes(optimizer, own, source)
-    made = _parameters(optimizer)
+    made, exchange = _parameters(optimizer), own.get("exchange", {})  # none within a whole pass
     for number, parameter in enumerate(made):
         place = f"of a worker's parameter {number}"
-        kept = [x for x in (own.get("parameters"), *own["exchange"].values()) if _is_one_each(x)]
+        kept = [x for x in (own.get("parameters"), *exchange.values()) if _is_one_each(x)]
         for each in [x for x in kept if x]:
             value = each[number] if len(each) == len(made) else None
             _check(value, [parameter.shape], f"{source}: the value {place}")
-        left = own["exchange"].get("residuals", {}).get(number)
+        left = exchange.get("residuals", {}).get(number)
         _check(left, [torch.Size((parameter.numel(),))], f"{source}: the residual {place}")
 
 
