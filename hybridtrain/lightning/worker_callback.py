@@ -15,6 +15,7 @@ from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import forget_times
 from hybridtrain.lightning.participation.logged_metrics import warn_of_own_means
+from hybridtrain.lightning.participation.metrics_by_name import MetricsByName
 from hybridtrain.lightning.preflight.strategy_checks import (
     advise,
     advise_on_interval,
@@ -32,10 +33,13 @@ class WorkerCallback(pl.Callback):
     Args:
         trainer: of this worker; its strategy aligns.
         position: of this worker in the epoch.
+        metrics: what this worker has logged.
     """
 
-    def __init__(self, trainer: pl.Trainer, position: EpochPosition) -> None:
-        self._strategy, self._position = context_of(trainer), position
+    def __init__(
+        self, trainer: pl.Trainer, position: EpochPosition, metrics: MetricsByName
+    ) -> None:
+        self._strategy, self._position, self._metrics = context_of(trainer), position, metrics
         self._client = client = self._strategy.client
         self._beat = client.heartbeat.beat
         self._advises = client.worker == 0
@@ -47,6 +51,7 @@ class WorkerCallback(pl.Callback):
         self._strategy.keeping.prepare(trainer)
         if not self._marks_checkpoints:  # the search for a learning rate sets up many times
             around(Point.SAVE, trainer, self.save)
+            self._metrics.watch_progress_bar()
             if not self._strategy.requirements.whole_rounds:
                 Validations(trainer)
             self._marks_checkpoints = True
@@ -71,14 +76,19 @@ class WorkerCallback(pl.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._beat(Doing.BETWEEN)
+        self._metrics.end_batch()
         self._n_batches += 1
         if self._n_batches & (self._n_batches - 1) == 0:  # 1, 2, 4, ...
             self._strategy.measure_device()
 
-    def _end_batch(self, *_: Any, **__: Any) -> None:
+    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.BETWEEN)
 
-    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_batch
+    def _end_batch(self, *_: Any, **__: Any) -> None:
+        self._beat(Doing.BETWEEN)
+        self._metrics.end_batch()
+
+    on_validation_batch_end = on_test_batch_end = _end_batch
 
     def _begin_evaluating(self, *_: Any, **__: Any) -> None:
         self._client.check_stop()
@@ -104,6 +114,7 @@ class WorkerCallback(pl.Callback):
         self._strategy.measure_device()
         self._client.check_stop()
         self._strategy.synchronize_epoch(ends=True)
+        self._metrics.end_steps()
         if self._advises:
             if self._strategy.requirements.evaluates:
                 warn_of_unused(trainer.optimizers)
