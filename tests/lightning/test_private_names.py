@@ -116,11 +116,11 @@ OTHERS = {
     "_foreach_add_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_",
     "_foreach_mul_", "_foreach_norm", "_foreach_sub",
     "_forkserver", "_forkserver_address", "_fused_adam_", "_fused_adamw_",
-    "_fused_sgd_", "_get_node", "_getframe", "_is_in_bad_fork", "_is_owned", "_jsc", "_kwargs", "_mode",
-    "_nnz", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_popen",
+    "_fused_sgd_", "_get_node", "_getframe", "_is_in_bad_fork", "_is_owned", "_jsc", "_kwargs",
+    "_mode", "_nnz", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_popen",
     "_post_accumulate_grad_hooks", "_python_exit", "_registered_with_atexit", "_registry",
-    "_resource_sharer", "_threads_wakeups", "_return_value", "_run_exitfuncs", "_stop", "_trial_id", "_values",
-    "_worker_loop",
+    "_resource_sharer", "_return_value", "_run_exitfuncs", "_stop", "_threads_wakeups", "_trial_id",
+    "_values", "_worker_loop",
 }  # fmt: skip
 # Imported from modules of Lightning's by their private names.
 IMPORTED = {
