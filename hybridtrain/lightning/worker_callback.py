@@ -19,6 +19,7 @@ from hybridtrain.lightning.participation.metrics_by_name import MetricsByName
 from hybridtrain.lightning.preflight.strategy_checks import (
     advise,
     advise_on_interval,
+    advise_on_late,
     warn_of_unused,
 )
 from hybridtrain.lightning.run_context import context_of
@@ -45,6 +46,8 @@ class WorkerCallback(pl.Callback):
         self._advises = client.worker == 0
         self._marks_checkpoints = False
         self._n_batches = 0
+        # Whether a worker may come too late again and again, which has not been said.
+        self._looks_for_late = self._advises and self._strategy.requirements.drops_late
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._beat(Doing.STARTING)
@@ -80,6 +83,12 @@ class WorkerCallback(pl.Callback):
         self._n_batches += 1
         if self._n_batches & (self._n_batches - 1) == 0:  # 1, 2, 4, ...
             self._strategy.measure_device()
+            self._look_for_late()
+
+    def _look_for_late(self) -> None:
+        if self._looks_for_late:
+            found = advise_on_late(self._strategy.policy, self._client.stats())
+            self._looks_for_late = not found
 
     def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.BETWEEN)
@@ -115,6 +124,7 @@ class WorkerCallback(pl.Callback):
         self._client.check_stop()
         self._strategy.synchronize_epoch(ends=True)
         self._metrics.end_steps()
+        self._look_for_late()
         if self._advises:
             if self._strategy.requirements.evaluates:
                 warn_of_unused(trainer.optimizers)
