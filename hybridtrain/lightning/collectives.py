@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map_only
@@ -21,6 +22,8 @@ from torchmetrics import Metric
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.loop_hooks import named_metrics, state_in
+from hybridtrain.lightning.hooks.points import Point, instead
+from hybridtrain.lightning.run_context import context_if_ours
 from hybridtrain.protocol.checksums import CALLED_AT
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.worker.client import Client
@@ -65,6 +68,7 @@ class Collectives:
         self.alone = ""  # why no other worker takes part now; empty: they do
         self._logged = ""  # the name under which ``self.log`` is being called
         self._later = False  # its value is reduced later, together with others
+        self._path = ""  # of the part of a dictionary that is being gathered
 
     def __deepcopy__(self, memo: Any) -> Collectives:
         """A copy of a metric synchronises as the metric does."""
@@ -99,6 +103,10 @@ class Collectives:
     def logging(self, name: str, later: bool) -> AbstractContextManager[None]:
         """Within ``self.log(name, …)``; ``later``: what it reduces is reduced later, not now."""
         return temporarily(self, _logged=name, _later=later)
+
+    def within(self, key: object) -> AbstractContextManager[None]:
+        """Within ``self.all_gather`` of a dictionary, of the value under this key."""
+        return temporarily(self, _path=f"{self._path}[{key!r}]")
 
     def exchange(
         self, tag: str, item: Any, names: Sequence[str] = (), in_step: bool = False
@@ -186,7 +194,7 @@ class Collectives:
         Raises:
             UserError: if workers run freely, or their shapes differ.
         """
-        tag = what or f"all_gather{_place()}"
+        tag = what or f"all_gather{self._path and f' of {self._path}'}{_place()}"
         self._check_that_others_come(tag)
         if self.local:
             raise UserError(
@@ -281,6 +289,31 @@ class _GatherWithGradient(torch.autograd.Function):
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor | _OnDevice:
     return tensor if tensor.device.type == "cpu" else _OnDevice(tensor.detach().cpu())
+
+
+# ---- dictionaries -------------------------------------------------------------------------------
+# Lightning gathers the values of a dictionary in its order, which may be another in each worker.
+
+_lightnings: Any = pl.LightningModule.all_gather
+
+
+def gather_by_keys() -> None:
+    """From now on modules of this process gather dictionaries key by key."""
+    instead(Point.GATHER, pl.LightningModule, by_keys)
+
+
+def by_keys(
+    module: pl.LightningModule, data: Any, group: Any = None, sync_grads: bool = False
+) -> Any:
+    """Lightning's ``all_gather``; values of a dictionary in the order of its keys, and by them."""
+    context = context_if_ours(module.trainer) if type(data) is dict else None
+    if context is None:
+        return _lightnings(module, data, group, sync_grads)
+    found = {}
+    for key in sorted(data, key=repr):
+        with context.collectives.within(key):
+            found[key] = by_keys(module, data[key], group, sync_grads)
+    return {key: found[key] for key in data}
 
 
 def fold(stacked: torch.Tensor, op: Any) -> torch.Tensor:

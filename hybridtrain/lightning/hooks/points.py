@@ -106,6 +106,7 @@ class Point(Enum):
     LAST_BATCH = "is_last_batch", "looked"
     # LightningModule
     RUNNING_HOOK = "__setattr__", "set_attribute"
+    GATHER = "all_gather", "by_keys"
     # PassThroughProfiler
     PROFILE = "profile", "profile"
     # training epoch loop's module

@@ -255,9 +255,23 @@ def reduces(module: Any) -> None:
         module.all_gather(one)
 
 
+def computes(module: Any) -> None:
+    for name in ("a", "b") if module.global_rank == 0 else ("b", "a"):
+        module.metrics[name].update(1.0)
+        module.metrics[name].compute()
+
+
+def gathers_other_keys(module: Any) -> None:
+    one = torch.ones(1)
+    module.all_gather({"a": one} if module.global_rank else {"a": one, "b": one})
+    module.trainer.strategy.barrier("end")
+
+
 @pytest.mark.parametrize(
     ("end", "words"),
     [
+        (computes, r"metric 'metrics.[ab]' \(sum_value\)' while"),
+        (gathers_other_keys, r"all_gather of \['b'\], called at"),
         (gathers, r"all_gather, called at test_metrics_by_name.py:\d+' while"),
         (reduces, r"reduce, called at test_metrics_by_name.py:\d+'"),
     ],
@@ -265,6 +279,20 @@ def reduces(module: Any) -> None:
 def test_calls_of_user_code_that_do_not_belong_together_are_named(end: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         run("validate", "hybrid", Logs(end=end))
+
+
+def test_the_values_of_a_dictionary_are_gathered_by_their_keys() -> None:
+    def end(module: Any) -> None:
+        rank = module.global_rank
+        values = {"a": torch.tensor(1.0 + rank), "more": {"b": 10.0 * (1 + rank), "c": 5.0}}
+        found = module.all_gather(dict(reversed(values.items())) if rank else values)
+        assert [*found] == (["more", "a"] if rank else ["a", "more"])
+        for worker in range(2):
+            module.log(f"a{worker}", found["a"][worker])
+            module.log(f"b{worker}", found["more"]["b"][worker])
+
+    expected = {"a0": 1.0, "a1": 2.0, "b0": 10.0, "b1": 20.0}
+    assert run("validate", "hybrid", Logs(end=end)) == expected
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce"])
