@@ -373,11 +373,11 @@ def give_step_value(entry: Any, value: torch.Tensor) -> None:
     entry._forward_cache = value
 
 
-def batch_number(trainer: Any) -> str:
-    """The mini-batch at hand, in words: its number in the epoch, and its stage."""
+def begun_batches(trainer: Any) -> int:
+    """How many mini-batches have begun in this epoch, or evaluation, the one at hand included."""
     loop = trainer._active_loop
     progress = loop.epoch_loop.batch_progress if trainer.training else loop.batch_progress
-    return f"mini-batch {progress.current.ready} ({trainer.state.stage.value})"
+    return int(progress.current.ready)
 
 
 def forget_batch(trainer: Any, and_its_size: bool = False) -> None:

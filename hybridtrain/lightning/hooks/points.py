@@ -70,7 +70,7 @@ class Point(Enum):
     EVALUATION_STEP = "_evaluation_step", "only_the_end"
     LOADER_END = (
         "_store_dataloader_outputs",
-        "UnevenEvaluation.end_loader MetricsByName.collect only_the_end",
+        "UnevenEvaluation.end_loader MetricsByName.end_loader only_the_end",
     )
     EVALUATION_HOOKS = "_on_evaluation_end", "UnevenEvaluation.conclude"
     # prediction loop

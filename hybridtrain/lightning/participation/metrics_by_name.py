@@ -26,8 +26,8 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.collectives import Collectives, fold
 from hybridtrain.lightning.hooks.loop_hooks import (
     all_results,
-    batch_number,
     begin_anew,
+    begun_batches,
     compute_anew,
     current_results,
     described,
@@ -86,6 +86,7 @@ class MetricsByName:
         self._trainer, self._collectives = trainer, collectives
         self._pending: set[str] = set()  # logged in this mini-batch, to be put together
         self._ended = ""  # the mini-batch whose values have been put together
+        self._before = 0  # mini-batches of an evaluation's earlier loaders
         self._collects = self._shows = False  # all workers read; a progress bar does
         for results in all_results(trainer):
             around(Point.LOGGED, results, self.log)
@@ -96,7 +97,7 @@ class MetricsByName:
             trainer.validate_loop,
             trainer.test_loop,
         ):
-            around(Point.LOADER_END, loop, self.collect)
+            around(Point.LOADER_END, loop, self.end_loader)
 
     def watch_progress_bar(self) -> None:
         """Once the trainer has all its callbacks: its progress bar reads in one worker alone."""
@@ -111,7 +112,7 @@ class MetricsByName:
         if not (synced and self._collectives.meets):
             proceed(fx, name, *args, **kw)
             return
-        later = self._ended != batch_number(self._trainer)
+        later = self._ended != self._batch
         with self._collectives.logging(name, later):
             proceed(fx, name, *args, **kw)
         if later:
@@ -138,7 +139,18 @@ class MetricsByName:
         """All workers collect an epoch's values."""
         with temporarily(self, _collects=True):
             proceed()
-        self._ended = ""
+        self._ended, self._before = "", 0
+
+    def end_loader(self, proceed: Callable[[], None]) -> None:
+        """All workers collect the values of an evaluation's loader."""
+        self.collect(proceed)
+        self._before = begun_batches(self._trainer)
+
+    @property
+    def _batch(self) -> str:
+        """The mini-batch at hand, in words: its number in its loader, which all workers share."""
+        number = begun_batches(self._trainer) - self._before
+        return f"mini-batch {number} ({self._trainer.state.stage.value})"
 
     def show(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A progress bar collects values, in one worker alone."""
@@ -157,7 +169,7 @@ class MetricsByName:
         entries = current_results(self._trainer).values()
         if self._pending or any(each.meta.on_step and _is_synced(each) for each in entries):
             self._meet_behind_batch()
-        self._ended = batch_number(self._trainer)
+        self._ended = self._batch
 
     # ---- a mini-batch ---------------------------------------------------------------------------
 
@@ -166,7 +178,7 @@ class MetricsByName:
         results = current_results(self._trainer)
         pending, self._pending = self._pending, set()
         mine = {key: _logged(results[key], (step_value(results[key]),)) for key in pending}
-        tag = f"self.log(..., on_step=True, sync_dist=True) of {batch_number(self._trainer)}"
+        tag = f"self.log(..., on_step=True, sync_dist=True) of {self._batch}"
         for key, known in self._exchanged(tag, mine, self._trainer.training).items():
             value = fold(torch.stack([each.values[0] for each in known]), operation(known[0].sync))
             give_step_value(self._entry(key, known[0]), value.to(self._device))

@@ -11,6 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
+from pytorch_lightning.callbacks import EarlyStopping, TQDMProgressBar
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.errors import UserError
@@ -220,7 +221,7 @@ def test_a_metric_that_one_worker_has_read_before_the_others_is_of_all() -> None
             module.trainer.progress_bar_callback.get_metrics(module.trainer, module)
         module.log("b", float(module.global_rank), sync_dist=True)
 
-    bar = pl.callbacks.TQDMProgressBar(refresh_rate=0)
+    bar = TQDMProgressBar(refresh_rate=0)
     found = run("fit", "hybrid", Logs(end=end), callbacks=[bar], enable_progress_bar=True)
     assert found == {"a": 0.5, "b": 0.5}
 
@@ -233,6 +234,60 @@ def test_other_options_in_another_worker_are_named() -> None:
     said = r"self\.log\('a'.*reduce_fx=mean.* in worker 0, and with .*reduce_fx=sum"
     with pytest.raises(UserError, match=said):
         run("validate", "hybrid", Logs(write))
+
+
+class Classes(Logs):
+    """Logs in every way that there is: names of classes, metric objects, by step and epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("fit", "val 0", "val 1")
+        self.of = torch.nn.ModuleDict({name: self._made(name) for name in names})
+
+    @staticmethod
+    def _made(name: str) -> Any:
+        area = torchmetrics.classification.BinaryAUROC()  # its states are lists
+        both: Any = {"mean": torchmetrics.MeanMetric(), "max": torchmetrics.MaxMetric()}
+        collection = torchmetrics.MetricCollection(both, prefix=f"{name} ")
+        return torch.nn.ModuleDict({"area": area, "both": collection})
+
+    def _log(self, name: str, x: torch.Tensor) -> None:
+        own: Any = self.of[name]
+        own["area"].update(x.flatten().sin().sigmoid(), (x.flatten() % 2).long())
+        own["both"].update(x)
+        epoch: Any = {"on_step": False, "on_epoch": True}
+        self.log(f"{name} area", own["area"], **epoch)
+        self.log_dict(own["both"], **epoch)
+        self.log(f"{name} x", x.mean(), on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        by_sample(self, x, **epoch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self._log("fit", batch[0])
+        return self.net(batch[0]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._log(f"val {dataloader_idx}", batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_all_that_is_logged_is_as_on_one_device(workers: int, strategy: str) -> None:
+    def logged(strategy: str, workers: int) -> dict[str, Any]:
+        bar, stopping = TQDMProgressBar(), EarlyStopping("val 0 x/dataloader_idx_0", patience=3)
+        trainer = make_trainer(
+            strategy, workers, max_epochs=2, enable_progress_bar=True, callbacks=[bar, stopping]
+        )
+        trainer.fit(Classes(), loader(13, 2), [loader(7, 2), loader(4, 1)])
+        known = trainer.callback_metrics.items()
+        # ``fit x`` is the last mini-batch's, whose samples the sampler has shuffled.
+        return {k: pytest.approx(float(v)) for k, v in known if "_step" not in k and k != "fit x"}
+
+    one, several = logged("auto", 1), logged(strategy, workers)
+    assert several == one and len(one) > 15
 
 
 # ---- collectives of user code -------------------------------------------------------------------
