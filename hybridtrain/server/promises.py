@@ -87,15 +87,18 @@ class Promises:
                     "apply it",
                 )
             case Release(workers) if needs.turns:
-                begin = {each for each in workers if each in ready}
-                if begin and len(begin | self._turn) > 1:
-                    return self._line(
-                        order,
-                        "turns=True",
-                        f"workers {sorted(begin | self._turn)} would compute at the same time; "
-                        "release one, and the next when it is Ready, Waiting or Left",
-                    )
-                self._turn |= begin
+                return self._begin_turn(order, {each for each in workers if each in ready})
+        return None
+
+    def _begin_turn(self, order: Order, begin: set[int]) -> str | None:
+        if begin and len(begin | self._turn) > 1:
+            return self._line(
+                order,
+                "turns=True",
+                f"workers {sorted(begin | self._turn)} would compute at the same time; release "
+                "one, and the next when it is Ready, Waiting or Left",
+            )
+        self._turn |= begin
         return None
 
     def held_back(self, worker: int) -> str:

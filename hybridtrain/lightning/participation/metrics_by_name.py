@@ -49,12 +49,13 @@ from hybridtrain.util.attributes import temporarily
 class Logged:
     """One worker's entry of one name.
 
-    ``about`` and ``sync``: the options of ``self.log``; ``values``: in host memory, of a mean also
-    the number of samples, empty for what is not reduced; ``computed``: whether its value is known.
+    ``about`` and ``reduction``: the options of ``self.log``; ``values``: in host memory, of a mean
+    also the number of samples, empty for what is not reduced; ``computed``: whether its value is
+    known.
     """
 
     about: dict[str, Any]
-    sync: dict[str, Any]
+    reduction: dict[str, Any]
     is_tensor: bool
     values: tuple[torch.Tensor, ...]
     computed: bool
@@ -180,7 +181,9 @@ class MetricsByName:
         mine = {key: _logged(results[key], (step_value(results[key]),)) for key in pending}
         tag = f"self.log(..., on_step=True, sync_dist=True) of {self._batch}"
         for key, known in self._exchanged(tag, mine, self._trainer.training).items():
-            value = fold(torch.stack([each.values[0] for each in known]), operation(known[0].sync))
+            value = fold(
+                torch.stack([each.values[0] for each in known]), operation(known[0].reduction)
+            )
             give_step_value(self._entry(key, known[0]), value.to(self._device))
 
     # ---- an epoch -------------------------------------------------------------------------------
@@ -239,7 +242,7 @@ class MetricsByName:
         """This worker's entry; made, or begun anew, if it has logged nothing under this name."""
         results = current_results(self._trainer)
         if key not in results:
-            results[key] = made_entry(self._trainer, known.about, known.sync, known.is_tensor)
+            results[key] = made_entry(self._trainer, known.about, known.reduction, known.is_tensor)
             begin_anew(results[key])
         elif results[key].has_reset:
             begin_anew(results[key])
@@ -270,7 +273,7 @@ def _logged(entry: Any, values: tuple[torch.Tensor, ...]) -> Logged:
 
 
 def _reduced(known: list[Logged]) -> torch.Tensor:
-    op = operation(known[0].sync)
+    op = operation(known[0].reduction)
     columns = zip(*(each.values for each in known), strict=True)
     value, *counts = (fold(torch.stack(column), op) for column in columns)
     return value / counts[0] if counts else value
