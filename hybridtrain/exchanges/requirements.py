@@ -132,6 +132,7 @@ def begin_policy(
             f"policy={as_typed(policy)}: begin() returned {needs!r}; it must return a "
             "hybridtrain.policies.Needs, such as Needs(whole_rounds=True)"
         )
+    _check_needs(policy, needs)
     _check(policy, needs, exchange)
     if inside is not None:
         _check_inside(policy, needs, exchange, inside)
@@ -156,6 +157,38 @@ def begin_policy(
         together=1 if inside is None else inside.workers,
         mean_every=0 if inside is None else inside.every,
     )
+
+
+_LOCK_STEP = "in lock-step every contribution counts in its round"
+# Members of ``Needs`` that contradict each other, and why.
+_CONTRADICTORY = {
+    ("whole_rounds", "turns"): "one worker computes at a time, and not all",
+    ("whole_rounds", "free"): _LOCK_STEP,
+    ("whole_rounds", "holds"): _LOCK_STEP,
+    ("whole_rounds", "drops_late"): _LOCK_STEP,
+    ("free", "turns"): "a worker that is released at once waits for no turn",
+    ("free", "holds"): "every contribution is an update at once",
+    ("free", "drops_late"): "every contribution is an update at once",
+}
+_ONLY_WITH = {"everyone": "whole_rounds", "backs_up": "whole_pass"}
+
+
+def _check_needs(policy: Policy, needs: Needs) -> None:
+    """Raises ``UserError`` if the policy's needs contradict each other, or are no numbers."""
+    given = f"policy={as_typed(policy)}: begin() returned Needs with"
+    for (one, other), reason in _CONTRADICTORY.items():
+        if getattr(needs, one) and getattr(needs, other):
+            raise UserError(f"{given} {one} and {other}, but {reason}; leave one of them out")
+    for one, other in _ONLY_WITH.items():
+        if getattr(needs, one) and not getattr(needs, other):
+            raise UserError(f"{given} {one}, which goes with {other} only; leave it out")
+    later = (needs.gathers,) if needs.later is None else (needs.gathers, *needs.later)
+    if not all(isinstance(each, int) and each > 0 for each in later):
+        raise UserError(
+            f"{given} gathers={needs.gathers!r}, later={needs.later!r}; gathers is the number of "
+            "contributions that make an update, at least 1, and later is None, or the update from "
+            "which on it is another, and that number"
+        )
 
 
 def _check_inside(policy: Policy, needs: Needs, exchange: Exchange, inside: Inside) -> None:

@@ -6,17 +6,25 @@ lock-step free-running workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.hooks.loop_hooks import metrics_in
+from hybridtrain.lightning.hooks.loop_hooks import named_metrics, state_in
+from hybridtrain.lightning.hooks.points import Point, instead
+from hybridtrain.lightning.run_context import context_if_ours
+from hybridtrain.protocol.checksums import CALLED_AT
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.worker.client import Client
 
@@ -27,6 +35,8 @@ _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "min": torch.amin,
     "product": torch.prod,
 }
+# Packages between user code and a collective, by the beginnings of their modules' names.
+_BETWEEN = ("hybridtrain.lightning", "pytorch_lightning", "lightning", "torch", "contextlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,9 @@ class Collectives:
     While ``local`` is set (free-running workers within an epoch), a collective returns this
     worker's own value at once.
 
+    Every collective is named: a metric by its name, a call of user code by its line. Workers that
+    meet in different ones are an error that names both, since values would be mixed up.
+
     Args:
         client: to the server.
         device: this worker's.
@@ -53,6 +66,17 @@ class Collectives:
         self.samples = 1.0  # of this worker's mini-batch
         self.weight = 1.0  # of its gradient in the next step
         self.alone = ""  # why no other worker takes part now; empty: they do
+        self._logged = ""  # the name under which ``self.log`` is being called
+        self._later = False  # its value is reduced later, together with others
+        self._path = ""  # of the part of a dictionary that is being gathered
+
+    def __deepcopy__(self, memo: Any) -> Collectives:
+        """A copy of a metric synchronises as the metric does."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A metric that is saved is connected to nobody where it is loaded."""
+        return _Unconnected, ()
 
     def stay_local(self, local: bool) -> None:
         """The other workers do, or do not, do what this one does."""
@@ -67,9 +91,37 @@ class Collectives:
         """W."""
         return self._client.n_workers
 
+    @property
+    def meets(self) -> bool:
+        """Whether what is logged now is put together with that of other workers."""
+        return not self.local and self._client.n_workers > 1
+
     def refusing(self, alone: str) -> AbstractContextManager[None]:
         """Let collectives raise, with ``alone`` as the reason."""
         return temporarily(self, alone=alone)
+
+    def logging(self, name: str, later: bool) -> AbstractContextManager[None]:
+        """Within ``self.log(name, …)``; ``later``: what it reduces is reduced later, not now."""
+        return temporarily(self, _logged=name, _later=later)
+
+    def within(self, key: object) -> AbstractContextManager[None]:
+        """Within ``self.all_gather`` of a dictionary, of the value under this key."""
+        return temporarily(self, _path=f"{self._path}[{key!r}]")
+
+    def exchange(
+        self, tag: str, item: Any, names: Sequence[str] = (), in_step: bool = False
+    ) -> list[tuple[int, Any]]:
+        """Every worker's number and item.
+
+        ``names``: what the item is of, for error messages; ``in_step``: before the next step.
+        """
+        self._check_that_others_come(tag)
+        items = self._client.gather(tag, item, names=", ".join(names), in_step=in_step)
+        return [*zip(self._numbers(len(items)), items, strict=True)]
+
+    def _numbers(self, n: int) -> Sequence[int]:
+        """The numbers of the ``n`` workers that have just met."""
+        return self._client.met if n > 1 else (self._client.worker,)
 
     def _gather(self, tag: str, item: Any) -> list[Any]:
         self._check_that_others_come(tag)
@@ -114,17 +166,22 @@ class Collectives:
         """Reduce elementwise over the workers, in the order of their numbers.
 
         The mean of integers is a float, not truncated.
+
+        Raises:
+            UserError: if the workers' shapes differ.
         """
-        if not isinstance(tensor, torch.Tensor) or self.local:
+        if not isinstance(tensor, torch.Tensor) or self.local or self._later:
             return tensor
-        parts = self._gather("reduce", tensor.detach().cpu())
-        result = _fold(torch.stack(parts), op).to(tensor.device)
+        what = f"self.log({self._logged!r}, sync_dist=True)" if self._logged else "reduce"
+        tag = what if self._logged else f"{what}{_place()}"
+        parts = self._gather(tag, tensor.detach().cpu())
+        result = fold(self._alike(tag, parts), op).to(tensor.device)
         if tensor.dtype == result.dtype and not tensor.requires_grad:
             return tensor.copy_(result)  # type: ignore[return-value]
         return result  # type: ignore[return-value]
 
     def all_gather(
-        self, tensor: torch.Tensor, sync_grads: bool, weight: float = 1.0
+        self, tensor: torch.Tensor, sync_grads: bool, weight: float = 1.0, what: str = ""
     ) -> torch.Tensor:
         """All workers' tensors, stacked: (W, …).
 
@@ -132,29 +189,82 @@ class Collectives:
             tensor: this worker's.
             sync_grads: let its gradient be that of the sum of all workers' losses.
             weight: of this worker's loss in that sum; its own gradient is divided by it.
+            what: the part that gathers; empty: user code.
+
+        Raises:
+            UserError: if workers run freely, or their shapes differ.
         """
-        self._check_that_others_come("all_gather")
+        tag = what or f"all_gather{self._path and f' of {self._path}'}{_place()}"
+        self._check_that_others_come(tag)
         if self.local:
             raise UserError(
                 "all_gather was called while workers run freely, so they are not at the same step; "
                 "call it at the end of an epoch, or use strategy=hybrid"
             )
         if sync_grads:
-            return _GatherWithGradient.apply(tensor, self._client, weight)
-        return _stack(self._client, "all_gather", tensor)
+            return _GatherWithGradient.apply(
+                tensor, partial(self._stack, tag), self._client, weight
+            )
+        return self._stack(tag, tensor)
+
+    def _stack(self, tag: str, tensor: torch.Tensor) -> torch.Tensor:
+        parts = self._client.gather(tag, tensor.detach().cpu())
+        return self._alike(tag, parts).to(tensor.device)
+
+    def _alike(self, tag: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Stack tensors of one shape.
+
+        Raises:
+            UserError: if the shapes differ.
+        """
+        shapes = [tuple(each.shape) for each in parts]
+        if all(shape == shapes[0] for shape in shapes):
+            return torch.stack([*parts])
+        known = zip(self._numbers(len(parts)), shapes, strict=True)
+        given = ", ".join(f"{shape} in worker {worker}" for worker, shape in known)
+        raise UserError(
+            f"{tag} was given tensors of different shapes: {given}; give it one shape in all "
+            "workers: pad to the longest (gather the lengths first, then "
+            "torch.nn.functional.pad), or collect the samples in a torchmetrics.CatMetric"
+        )
 
     def teach(self, module: torch.nn.Module) -> None:
         """Let the module's torchmetrics synchronise by these collectives."""
-        for metric in metrics_in(module):
-            metric.distributed_available_fn = self._distributed
-            metric.dist_sync_fn = self._gather_list
+        for name, metric in named_metrics(module).items():
+            metric.distributed_available_fn = self._is_distributed
+            metric.dist_sync_fn = partial(self._gather_state, name, metric)
 
-    def _distributed(self) -> bool:
-        return self._client.n_workers > 1 and not self.local
+    def _is_distributed(self) -> bool:
+        return self.meets
 
-    def _gather_list(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        parts = self._gather("metric", tensor.detach().cpu())
+    def _gather_state(
+        self, name: str, metric: Metric, tensor: torch.Tensor, group: Any = None
+    ) -> list[torch.Tensor]:
+        """All workers' values of one state of the metric, or of an element of its list."""
+        tag = f"metric {name!r} ({state_in(metric, tensor)})"
+        parts = self._gather(tag, tensor.detach().cpu())
+        full = next((part for part in parts if part.numel()), parts[0])
+        # Of a worker without samples torchmetrics gives an empty tensor of its own dtype, (0,).
+        parts = [part if part.numel() else full.new_empty((0, *full.shape[1:])) for part in parts]
         return [part.to(tensor.device) for part in parts]
+
+
+class _Unconnected(Collectives):
+    """Of a process that is no worker."""
+
+    def __init__(self) -> None:
+        self.local = True
+
+
+def _place() -> str:
+    """Where user code calls a collective: file and line."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(_BETWEEN):
+            return f"{CALLED_AT}{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 class _GatherWithGradient(torch.autograd.Function):
@@ -164,25 +274,50 @@ class _GatherWithGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, client: Client, weight: float) -> torch.Tensor:
-        ctx.client, ctx.weight = client, weight
-        return _stack(client, "all_gather", tensor)
+    def forward(
+        ctx: Any, tensor: torch.Tensor, stack: partial[torch.Tensor], client: Client, weight: float
+    ) -> torch.Tensor:
+        ctx.stack, ctx.client, ctx.weight = stack, client, weight
+        return stack(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        total = _stack(ctx.client, "all_gather backward", grads[0] * ctx.weight).sum(dim=0)
-        return total[ctx.client.place] / max(ctx.weight, 1e-12), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (tag,) = ctx.stack.args
+        total = ctx.stack.func(f"backward of {tag}", grads[0] * ctx.weight).sum(dim=0)
+        return total[ctx.client.place] / max(ctx.weight, 1e-12), None, None, None
 
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor | _OnDevice:
     return tensor if tensor.device.type == "cpu" else _OnDevice(tensor.detach().cpu())
 
 
-def _stack(client: Client, tag: str, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.stack(client.gather(tag, tensor.detach().cpu())).to(tensor.device)
+# ---- dictionaries -------------------------------------------------------------------------------
+# Lightning gathers the values of a dictionary in its order, which may be another in each worker.
+
+_lightnings: Any = pl.LightningModule.all_gather
 
 
-def _fold(stacked: torch.Tensor, op: Any) -> torch.Tensor:
+def gather_by_keys() -> None:
+    """From now on modules of this process gather dictionaries key by key."""
+    instead(Point.GATHER, pl.LightningModule, by_keys)
+
+
+def by_keys(
+    module: pl.LightningModule, data: Any, group: Any = None, sync_grads: bool = False
+) -> Any:
+    """Lightning's ``all_gather``; values of a dictionary in the order of its keys, and by them."""
+    context = context_if_ours(module.trainer) if type(data) is dict else None
+    if context is None:
+        return _lightnings(module, data, group, sync_grads)
+    found = {}
+    for key in sorted(data, key=repr):
+        with context.collectives.within(key):
+            found[key] = by_keys(module, data[key], group, sync_grads)
+    return {key: found[key] for key in data}
+
+
+def fold(stacked: torch.Tensor, op: Any) -> torch.Tensor:
+    """Reduce the workers' values, (W, …); the mean of integers is a float."""
     name = "mean" if op is None else str(op).rsplit(".", maxsplit=1)[-1].lower()
     if name in _FOLDS:
         return _FOLDS[name](stacked, dim=0)

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import check_visits
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
+from hybridtrain.lightning.collectives import gather_by_keys
 from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.failover.worker_end import (
@@ -357,6 +358,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         stop_sharing(job.trainer.lightning_module)
     os.environ["LOCAL_RANK"] = str(client.worker - context_of(job.trainer).first_worker)
     forget_process_group()
+    gather_by_keys()
     trainer: Any = job.trainer
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)

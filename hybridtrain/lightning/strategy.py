@@ -47,6 +47,7 @@ from hybridtrain.lightning.hosts.agreement import compare_workers, share_buffers
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.participation.evaluated_model import EvaluatedModel
+from hybridtrain.lightning.participation.metrics_by_name import MetricsByName
 from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.lightning.results.returned_training import before_configuring
 from hybridtrain.lightning.step.session import Session
@@ -209,7 +210,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
             answer_for_all_workers()
         self.trainer_callbacks = list(trainer.callbacks)
-        trainer.callbacks.insert(0, WorkerCallback(trainer, self._loaders.position))
+        metrics = MetricsByName(trainer, self._collectives)
+        trainer.callbacks.insert(0, WorkerCallback(trainer, self._loaders.position, metrics))
         around(Point.SAVE, trainer, self.save_together)
         before(Point.DUMP, dumper(trainer), self.before_checkpoint)
         if back is not None:

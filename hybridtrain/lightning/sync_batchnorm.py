@@ -84,7 +84,8 @@ def _statistics(
     deviations = (wide - mean.view(1, -1, *[1] * (input.dim() - 2))).square().sum(others)
     deviations = deviations * counts_at_all
     local = torch.stack([mean, deviations, torch.full_like(mean, own)])  # (3, C)
-    means, sums, counts = group.all_gather(local, True, group.weight).unbind(dim=1)  # (W, C)
+    gathered = group.all_gather(local, True, group.weight, "sync_batchnorm")  # (W, 3, C)
+    means, sums, counts = gathered.unbind(dim=1)  # (W, C)
     total = counts.sum(dim=0)
     overall = (counts * means).sum(dim=0) / total
     variance = (sums + counts * (means - overall).square()).sum(dim=0) / total

@@ -15,9 +15,11 @@ from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import forget_times
 from hybridtrain.lightning.participation.logged_metrics import warn_of_own_means
+from hybridtrain.lightning.participation.metrics_by_name import MetricsByName
 from hybridtrain.lightning.preflight.strategy_checks import (
     advise,
     advise_on_interval,
+    advise_on_late,
     warn_of_unused,
 )
 from hybridtrain.lightning.run_context import context_of
@@ -32,21 +34,27 @@ class WorkerCallback(pl.Callback):
     Args:
         trainer: of this worker; its strategy aligns.
         position: of this worker in the epoch.
+        metrics: what this worker has logged.
     """
 
-    def __init__(self, trainer: pl.Trainer, position: EpochPosition) -> None:
-        self._strategy, self._position = context_of(trainer), position
+    def __init__(
+        self, trainer: pl.Trainer, position: EpochPosition, metrics: MetricsByName
+    ) -> None:
+        self._strategy, self._position, self._metrics = context_of(trainer), position, metrics
         self._client = client = self._strategy.client
         self._beat = client.heartbeat.beat
         self._advises = client.worker == 0
         self._marks_checkpoints = False
         self._n_batches = 0
+        # Whether a worker may come too late again and again, which has not been said.
+        self._looks_for_late = self._advises and self._strategy.requirements.drops_late
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._beat(Doing.STARTING)
         self._strategy.keeping.prepare(trainer)
         if not self._marks_checkpoints:  # the search for a learning rate sets up many times
             around(Point.SAVE, trainer, self.save)
+            self._metrics.watch_progress_bar()
             if not self._strategy.requirements.whole_rounds:
                 Validations(trainer)
             self._marks_checkpoints = True
@@ -71,14 +79,25 @@ class WorkerCallback(pl.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._beat(Doing.BETWEEN)
+        self._metrics.end_batch()
         self._n_batches += 1
         if self._n_batches & (self._n_batches - 1) == 0:  # 1, 2, 4, ...
             self._strategy.measure_device()
+            self._look_for_late()
+
+    def _look_for_late(self) -> None:
+        if self._looks_for_late:
+            found = advise_on_late(self._strategy.policy, self._client.stats())
+            self._looks_for_late = not found
+
+    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
+        self._beat(Doing.BETWEEN)
 
     def _end_batch(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.BETWEEN)
+        self._metrics.end_batch()
 
-    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_batch
+    on_validation_batch_end = on_test_batch_end = _end_batch
 
     def _begin_evaluating(self, *_: Any, **__: Any) -> None:
         self._client.check_stop()
@@ -104,6 +123,8 @@ class WorkerCallback(pl.Callback):
         self._strategy.measure_device()
         self._client.check_stop()
         self._strategy.synchronize_epoch(ends=True)
+        self._metrics.end_steps()
+        self._look_for_late()
         if self._advises:
             if self._strategy.requirements.evaluates:
                 warn_of_unused(trainer.optimizers)

@@ -32,6 +32,7 @@ from hybridtrain.protocol.messages import (
 _WHOLE_BYTES = 16 * 1024  # a smaller row is read completely
 _BLOCKS, _BLOCK_BYTES = 32, 64  # of a larger one so many cache lines, evenly spread
 _WRITES_BYTES = 4096
+CALLED_AT = ", called at "  # in the tag of a meeting: behind it, where user code calls it
 
 
 class GradientRows:
@@ -73,7 +74,8 @@ def _spread(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtyp
 def checksum_of(message: Request | Note, worker: int, rows: GradientRows | None) -> int:
     """CRC-32 of a message: equal for equal messages of any process.
 
-    Payloads of ``Gather`` are left out (they may contain file names or times), not their tags.
+    Payloads of ``Gather`` are left out (they may contain file names or times), not their tags; of
+    these the line of user code, which another comment moves.
     """
     match message:
         case Push():
@@ -83,7 +85,7 @@ def checksum_of(message: Request | Note, worker: int, rows: GradientRows | None)
         case Average(weight, row):
             return _row(repr((weight, row.absent, _indices(row.packed))), worker, rows)
         case Gather(tag, _, patient):
-            said = f"{tag} {patient}"
+            said = f"{tag.partition(CALLED_AT)[0]} {patient}"
         case Draw():
             said = repr(_drawn(message))
         case Claim(batch):

@@ -222,9 +222,9 @@ PUSHES = (Push, GradientPush, ExchangePush, *OWN_STEPS)
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Exchange payloads with all workers. ``tag``: names the meeting, to detect mismatches;
-    ``patient``: until all have arrived, others may meet without this worker; ``invites``: patient
-    workers must join this meeting; ``wish``: to end training, see ``stop_requests.py``;
-    ``admits``: in lock-step, workers whose host has come since take part from here on."""
+    ``names``: what it is of; ``patient``: others may meet without this worker until all have come;
+    ``invites``: patient ones must join; ``wish``: to end training (``stop_requests.py``). In
+    lock-step ``admits`` takes in workers of late hosts; ``in_step``: before the next step."""
 
     tag: str
     payload: bytes
@@ -232,6 +232,8 @@ class Gather:
     wish: bool = False
     invites: bool = False
     admits: bool = False
+    names: str = ""
+    in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)

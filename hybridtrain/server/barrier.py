@@ -16,6 +16,11 @@ class BarrierMismatch(Exception):
     """Workers wait for each other in different meetings: a deadlock."""
 
 
+def said(tag: str, names: str) -> str:
+    """A meeting in words."""
+    return f"{tag}: {names}" if names else tag
+
+
 @dataclass
 class Barrier(Generic[T]):
     """Collects one item from each of the expected workers.
@@ -28,10 +33,11 @@ class Barrier(Generic[T]):
     n_held: int = 0  # meetings at which all have arrived
     _items: dict[int, T] = field(default_factory=dict)
     _tags: dict[int, str] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
     _patient: dict[str, dict[int, T]] = field(default_factory=dict)  # by tag
 
-    def bring(self, worker: int, tag: str, item: T, patient: bool = False) -> None:
-        """One worker arrives.
+    def bring(self, worker: int, tag: str, item: T, patient: bool = False, names: str = "") -> None:
+        """One worker arrives; ``names``: what it meets for, which may differ, for messages.
 
         Raises:
             BarrierMismatch: if another worker waits in a meeting of another tag.
@@ -41,16 +47,19 @@ class Barrier(Generic[T]):
             return
         for other, known in self._tags.items():
             if known != tag:
+                theirs = said(known, self._names[other])
                 raise BarrierMismatch(
-                    f"worker {worker} waits in '{tag}' while worker {other} waits in '{known}'"
+                    f"worker {worker} waits in '{said(tag, names)}' while worker {other} waits in "
+                    f"'{theirs}'"
                 )
-        self._items[worker], self._tags[worker] = item, tag
+        self._items[worker], self._tags[worker], self._names[worker] = item, tag, names
 
     def leave(self, worker: int) -> None:
         """The worker is gone: drop its item, and do not wait for it."""
         self.expected.discard(worker)
         self._items.pop(worker, None)
         self._tags.pop(worker, None)
+        self._names.pop(worker, None)
         for items in self._patient.values():
             items.pop(worker, None)
 
@@ -61,9 +70,14 @@ class Barrier(Generic[T]):
         return invited
 
     @property
-    def items(self) -> list[T]:
+    def items(self) -> dict[int, T]:
         """The items of workers that do not wait patiently."""
-        return list(self._items.values())
+        return dict(self._items)
+
+    @property
+    def places(self) -> dict[int, str]:
+        """The meetings in which workers wait that are not patient, in words."""
+        return {worker: said(tag, self._names[worker]) for worker, tag in self._tags.items()}
 
     @property
     def waiting(self) -> frozenset[int]:

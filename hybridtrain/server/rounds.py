@@ -47,6 +47,7 @@ from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.early_step import EarlyStep
 from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
+from hybridtrain.server.promises import Promises
 from hybridtrain.server.refusals import misordered, objection
 from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.updates import Optimizers, Stepped
@@ -94,6 +95,8 @@ class Rounds:
         self._outcome: dict[int, Stepped] = {}  # of the pushes of waiting workers
         self._last: int | None = None  # the version after which no update is made
         self._early: EarlyStep | None = None
+        self._promises = Promises(policy, requirements)
+        self._final: set[int] = set()  # waiting workers whose contributions must not be dropped
         for worker in sorted(workers):
             self.join(worker)
 
@@ -181,8 +184,12 @@ class Rounds:
             return freed + self._release_all()
         final = _follows(push) or self._queue.is_last_chance(push.covers)
         last = self.requirements.drops_late and final
+        self._final = self._final | {worker} if last else self._final - {worker}
         now_s, empty = self._statistics.clock(), push.weight <= 0
-        return freed + self._obey(Pushed(worker, now_s, push.loss, last, empty))
+        freed += self._obey(Pushed(worker, now_s, push.loss, last, empty))
+        if self.requirements.free and worker in self.pushed and not self.broken:
+            raise UserError(self._promises.held_back(worker))
+        return freed
 
     # ---- an update that begins while rows arrive from other hosts -------------------------------
 
@@ -322,6 +329,7 @@ class Rounds:
     def _obey(self, fact: Fact) -> Replies:
         if self.broken:
             return []
+        self._promises.hear(fact)
         orders = self._policy.on(fact)
         return self._do(orders if isinstance(orders, (tuple, list)) else (orders,))
 
@@ -356,6 +364,7 @@ class Rounds:
 
     def _check(self, order: Order) -> None:
         reason = misordered(self._policy, order, self.pushed, self._outcome, self._ready)
+        reason = reason or self._promises.broken(order, self._final, self._ready)
         if reason is not None:
             raise UserError(reason)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, Inside, begin_policy, exchange_of
@@ -89,6 +90,8 @@ from hybridtrain.updates.staleness.correction import LateGradients
 from hybridtrain.updates.thread_pool import Pool
 
 _CALLS = 1024  # updates of a schedule's calls that are remembered
+
+_PATH = "all workers must take the same path here"
 
 
 class Server:
@@ -325,7 +328,8 @@ class Server:
         goes_on = n_waiting < len(self._members) or self.wake_at_s is not None
         if goes_on or self._stopped or not self._members or self.membership.missing:
             return []
-        reason = stuck(self.policy, [*self._rounds.who_waits(), ("all", self._meeting.waiting)])
+        meeting = " in ".join(["all", *{repr(each): 0 for each in self._meeting.places.values()}])
+        reason = stuck(self.policy, [*self._rounds.who_waits(), (meeting, self._meeting.waiting)])
         return self._refuse([], reason)
 
     # ---- rounds ---------------------------------------------------------------------------------
@@ -333,6 +337,10 @@ class Server:
     def _round(self, worker: int, request: Push | Average | Begin) -> Replies:
         if self._rounds.broken or worker in self._stopped:
             return [(worker, Stop(now=True))]
+        try:
+            self._apart([worker], self._meeting.items)
+        except UserError as error:
+            return self._refuse([worker], str(error))
         match request:
             case Average():
                 return self._rounds.average(worker, request, worker in self.membership.joining)
@@ -341,6 +349,22 @@ class Server:
             case Push():
                 self.membership.joining.discard(worker)
                 return self._guarded([worker], lambda: self._rounds.push(worker, request))
+
+    def _apart(self, steps: Iterable[int], waiting: Iterable[int]) -> None:
+        """See that no worker makes a step while another waits for it in the step before.
+
+        Raises:
+            UserError: if one does, in lock-step.
+        """
+        if not self.requirements.whole_rounds or self.membership.missing | self.membership.joining:
+            return
+        for worker, other in product(steps, waiting):
+            request = self._meeting.items.get(other)
+            if worker != other and isinstance(request, Gather) and request.in_step:
+                place = self._meeting.places[other]
+                raise UserError(
+                    f"worker {worker} makes a step while worker {other} waits in '{place}'; {_PATH}"
+                )
 
     def _guarded(self, workers: Iterable[int], action: Callable[[], Replies]) -> Replies:
         """Refuse all waiting workers if the action fails."""
@@ -386,13 +410,16 @@ class Server:
         tag = request.tag if isinstance(request, Gather) else type(request).__name__
         try:
             patient = isinstance(request, Gather) and request.patient
-            known: list[Request] = [*self._rounds.pushed.values(), *self._meeting.items]
+            known: list[Request] = [*self._rounds.pushed.values(), *self._meeting.items.values()]
             inviting = [each for each in known if getattr(each, "invites", False)]
             if patient and inviting:
                 return [(worker, _invitation_to(inviting[0]))]
-            self._meeting.bring(worker, tag, request, patient)
+            self._meeting.bring(worker, tag, request, patient, getattr(request, "names", ""))
+            self._apart(self._rounds.waiting, [worker])
         except BarrierMismatch as error:
-            return self._refuse([worker], f"{error}; all workers must take the same path here")
+            return self._refuse([worker], f"{error}; {_PATH}")
+        except UserError as error:
+            return self._refuse([worker], str(error))
         return self._guarded([worker], lambda: self._rounds.park(worker)) + self._close_meeting()
 
     def _close_meeting(self) -> Replies:

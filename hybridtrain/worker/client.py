@@ -373,7 +373,7 @@ class Client:
         self.line.send(ReadStats())  # alone: when it is sent depends on clocks, and is not recorded
         return self._answer(Stats)[0].values
 
-    def gather(self, tag: str, item: Any, **kind: bool) -> list[Any]:
+    def gather(self, tag: str, item: Any, **kind: Any) -> list[Any]:
         """Exchange items with all workers; returns them in the order of the workers.
 
         For the ``kind`` of meeting, see ``Gather``.

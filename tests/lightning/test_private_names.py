@@ -23,6 +23,7 @@ HOOKS = PACKAGE / "lightning" / "hooks"
 TRAINER = "pytorch_lightning.trainer"
 
 DEFINED_IN = {
+    "_active_loop": f"{TRAINER}.trainer",
     "_attach_model_callbacks": f"{TRAINER}.connectors.callback_connector",
     "_attr_name": "pytorch_lightning.callbacks.lr_finder",
     "_average_model": "pytorch_lightning.callbacks.weight_averaging",
@@ -44,6 +45,7 @@ DEFINED_IN = {
     "_data_source": "pytorch_lightning.loops.fit_loop",
     "_end_time": "pytorch_lightning.callbacks.timer",
     "_every_n_train_steps": "pytorch_lightning.callbacks.model_checkpoint",
+    "_forward_cache": "torchmetrics.metric",
     "_generate_state_key": "pytorch_lightning.callbacks.callback",
     "_is_training_done": "pytorch_lightning.loops.training_epoch_loop",
     "_last_train_dl_reload_epoch": "pytorch_lightning.loops.fit_loop",
@@ -56,6 +58,7 @@ DEFINED_IN = {
     "_num_ready_batches_reached": "pytorch_lightning.loops.training_epoch_loop",
     "_optimizer_step": "pytorch_lightning.loops.optimization.automatic",
     "_predictions": "pytorch_lightning.loops.prediction_loop",
+    "_reductions": "torchmetrics.metric",
     "_requires_distributed_sampler": f"{TRAINER}.connectors.data_connector",
     "_restart_stage": "pytorch_lightning.loops.training_epoch_loop",
     "_restarting": "pytorch_lightning.loops.loop",
@@ -87,7 +90,6 @@ MORE = {
     "_evaluation_step": "pytorch_lightning.loops.evaluation_loop",
     "_experiment": "lightning_fabric.loggers.csv_logs",
     "_find_last_checkpoints": "pytorch_lightning.callbacks.model_checkpoint",
-    "_forward_cache": "torchmetrics.metric",
     "_interrupt": f"{TRAINER}.call",
     "_is_synced": "torchmetrics.metric",
     "_last_checkpoint_saved": "pytorch_lightning.callbacks.model_checkpoint",
@@ -115,12 +117,10 @@ OTHERS = {
     "_foreach_mul_", "_foreach_norm", "_foreach_sub",
     "_forkserver", "_forkserver_address", "_fused_adam_", "_fused_adamw_",
     "_fused_sgd_", "_get_node", "_getframe", "_is_in_bad_fork", "_is_owned", "_jsc", "_kwargs",
-    "_mode", "_nnz",
-    "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_popen",
+    "_mode", "_nnz", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_popen",
     "_post_accumulate_grad_hooks", "_python_exit", "_registered_with_atexit", "_registry",
     "_resource_sharer", "_return_value", "_run_exitfuncs", "_stop", "_threads_wakeups", "_trial_id",
-    "_values",
-    "_worker_loop",
+    "_values", "_worker_loop",
 }  # fmt: skip
 # Imported from modules of Lightning's by their private names.
 IMPORTED = {
@@ -204,11 +204,11 @@ NOT_LIGHTNINGS = {
     ("lightning/preflight/machine_checks.py", "_fabric"): "a list of attributes that are no parts",
     ("lightning/preflight/machine_checks.py", "_modules"): "of torch",
     ("lightning/preflight/machine_checks.py", "_trainer"): "a list of attributes that are no parts",
+    ("report/runs.py", "_step"): "the end of a metric's name",
+    ("util/reachable.py", "_modules"): "of torch",
     ("lightning/step/session.py", "_version"): "of torch",
     ("training/step/remote_state.py", "_version"): "of torch",
-    ("report/runs.py", "_step"): "the end of a metric's name",
     ("tasks/speech/datamodule.py", "_cache"): "of that class",
-    ("util/reachable.py", "_modules"): "of torch",
     ("worker/device/cuda.py", "_is_in_bad_fork"): "of torch",
     ("worker/replica_cuda.py", "_version"): "of torch",
 }

@@ -19,6 +19,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import (
 )
 from pytorch_lightning.trainer.states import RunningStage
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 _LOGGED_STEP = "_batches_that_stepped"
 
@@ -329,9 +330,54 @@ def training_results(trainer: Any) -> dict[str, Any]:
     return trainer.fit_loop.epoch_loop._results
 
 
-def current_results(trainer: Any) -> dict[str, Any]:
+def current_results(trainer: Any) -> Any:
     """The logged entries of the loop that runs, by name."""
-    return trainer._results or {}
+    return {} if trainer._results is None else trainer._results
+
+
+def all_results(trainer: Any) -> list[Any]:
+    """The collections of logged entries of the loops that log."""
+    fit = trainer.fit_loop.epoch_loop
+    loops = (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)
+    return [each._results for each in loops]
+
+
+def valid_entries(results: Any) -> dict[str, Any]:
+    """The entries that an epoch has logged so far: those of the loader at hand."""
+    return dict(results.valid_items())
+
+
+def is_computed(entry: Any) -> bool:
+    """Whether the entry's value of the epoch is known."""
+    return entry._computed is not None
+
+
+def give_value(entry: Any, value: torch.Tensor) -> None:
+    """Set the entry's value of the epoch."""
+    entry._computed = value
+
+
+def compute_anew(entry: Any) -> None:
+    """Compute a metric object's value of the epoch, also if the object remembers one."""
+    entry._computed = entry.value._computed = None
+    entry.compute()
+
+
+def step_value(entry: Any) -> torch.Tensor:
+    """The entry's value of the mini-batch."""
+    return entry._forward_cache
+
+
+def give_step_value(entry: Any, value: torch.Tensor) -> None:
+    """Set it."""
+    entry._forward_cache = value
+
+
+def begun_batches(trainer: Any) -> int:
+    """How many mini-batches have begun in this epoch, or evaluation, the one at hand included."""
+    loop = trainer._active_loop
+    progress = loop.epoch_loop.batch_progress if trainer.training else loop.batch_progress
+    return int(progress.current.ready)
 
 
 def forget_batch(trainer: Any, and_its_size: bool = False) -> None:
@@ -347,6 +393,11 @@ def described(entry: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     meta: _Metadata = entry.meta
     about = {each.name: getattr(meta, each.name) for each in fields(meta) if each.name != "_sync"}
     return about, {name: getattr(meta.sync, name) for name in _SYNC}
+
+
+def operation(sync: dict[str, Any]) -> str:
+    """The reduction of an entry with these options, over workers."""
+    return str(sync["_op"])
 
 
 def entry_of(about: dict[str, Any], sync: dict[str, Any], is_tensor: bool, reduce: Any) -> Any:
@@ -391,10 +442,31 @@ def log_connector(trainer: Any) -> Any:
 # ---- torchmetrics -------------------------------------------------------------------------------
 
 
+def named_metrics(module: torch.nn.Module) -> dict[str, Metric]:
+    """The metrics of a module, by their names in it."""
+    # ``isinstance`` would ask each subclass of this abstract class: 7 ms in every new worker.
+    every = module.named_modules()
+    return {name: each for name, each in every if Metric in type(each).__mro__}
+
+
 def metrics_in(module: torch.nn.Module) -> list[Metric]:
     """The metrics of a module."""
-    # ``isinstance`` would ask each subclass of this abstract class: 7 ms in every new worker.
-    return [each for each in module.modules() if Metric in type(each).__mro__]  # type: ignore[misc]
+    return [*named_metrics(module).values()]
+
+
+def state_in(metric: Metric, tensor: torch.Tensor) -> str:
+    """The name of the state that torchmetrics is about to synchronise.
+
+    A list that is concatenated is one new tensor; of another each element comes by itself.
+    """
+    for key, state in metric.metric_state.items():
+        if state is tensor:
+            return key
+        if isinstance(state, list) and metric._reductions[key] is not dim_zero_cat:
+            for number, element in enumerate(state):
+                if element is tensor:
+                    return f"{key}[{number}]"
+    return "a list"
 
 
 def state_of_metric(metric: Metric) -> tuple[dict[str, Any], dict[str, Any]]:

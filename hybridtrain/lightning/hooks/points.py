@@ -29,7 +29,12 @@ class Point(Enum):
     # signal connector
     SIGNALS = "register_signal_handlers", "install_nothing"
     # logger connector
-    COLLECT = "on_epoch_end", "EpochEnds.allow"
+    COLLECT = "on_epoch_end", "EpochEnds.allow MetricsByName.collect"
+    # logged values of a loop
+    LOGGED = "log", "MetricsByName.log"
+    READ = "metrics", "MetricsByName.read"
+    # progress bar
+    SHOWN = "get_metrics", "MetricsByName.show"
     # fit loop
     FIT = "run", "Rejoin.agree"
     FIT_RESET = "reset", "Loaders.set_epochs EpochEnds.settle"
@@ -63,7 +68,10 @@ class Point(Enum):
     EVALUATION_END = "on_run_end", "UnevenEvaluation.end"
     # evaluation loops
     EVALUATION_STEP = "_evaluation_step", "only_the_end"
-    LOADER_END = "_store_dataloader_outputs", "UnevenEvaluation.end_loader only_the_end"
+    LOADER_END = (
+        "_store_dataloader_outputs",
+        "UnevenEvaluation.end_loader MetricsByName.end_loader only_the_end",
+    )
     EVALUATION_HOOKS = "_on_evaluation_end", "UnevenEvaluation.conclude"
     # prediction loop
     PREDICTION_STEP = "_predict_step", "only_the_end"
@@ -98,6 +106,7 @@ class Point(Enum):
     LAST_BATCH = "is_last_batch", "looked"
     # LightningModule
     RUNNING_HOOK = "__setattr__", "set_attribute"
+    GATHER = "all_gather", "by_keys"
     # PassThroughProfiler
     PROFILE = "profile", "profile"
     # training epoch loop's module

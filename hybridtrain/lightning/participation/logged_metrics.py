@@ -47,11 +47,12 @@ def take_entries(trainer: Any, known: Entries) -> None:
     results = training_results(trainer)
     for key, entry in known.items():
         if key not in results:
-            results[key] = _made(trainer, *entry)
+            results[key] = made_entry(trainer, *entry)
         begin_anew(results[key])
 
 
-def _made(trainer: Any, about: dict[str, Any], sync: dict[str, Any], is_tensor: bool) -> Any:
+def made_entry(trainer: Any, about: dict[str, Any], sync: dict[str, Any], is_tensor: bool) -> Any:
+    """An entry as another worker has it, with a neutral value."""
     made = entry_of(about, sync, is_tensor, strategy_of(trainer).reduce)
     if is_tensor:
         return made.to(context_of(trainer).root_device)

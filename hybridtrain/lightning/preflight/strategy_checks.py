@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,6 +255,7 @@ def check_transport(strategy: HybridStrategy) -> None:
 
 
 _NOTEWORTHY = 0.5  # updates: as stale as with one and a half workers
+_OFTEN = 8  # dropped contributions of a worker that are worth a word
 
 
 def check_own_parameters(strategy: HybridStrategy, trainer: Any) -> None:
@@ -417,3 +418,19 @@ def advise(optimizers: Iterable[torch.optim.Optimizer], staleness: float) -> Non
                 stacklevel=2,
             )
             return
+
+
+def advise_on_late(policy: object, stats: Mapping[str, Any]) -> bool:
+    """Warn if a worker's contributions come too late so often that it hardly counts; whether so."""
+    samples, dropped = stats["samples_per_worker"], stats["dropped"]
+    total, n_workers = sum(samples), len(samples)
+    least = min(range(n_workers), key=samples.__getitem__)
+    if dropped[least] < _OFTEN or 2 * n_workers * samples[least] >= total:
+        return False
+    rank_zero_warn(
+        f"of the {total} samples in updates so far {samples[least]} are of worker {least}, and "
+        f"{dropped[least]} of its contributions came too late under policy={as_typed(policy)} and "
+        "were dropped (others compute these mini-batches again): its device does little. To use "
+        "late contributions choose k_async or ssp; to wait for all, hybrid"
+    )
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.preflight.strategy_checks import advise
+from hybridtrain.lightning.preflight.strategy_checks import advise, advise_on_late
 from hybridtrain.updates.staleness import CORRECTIONS
 from tests.lightning.toys import Regression, distance, fit, make_trainer, regression_data
 from tests.picking import by_default
@@ -122,3 +123,41 @@ def test_the_warning_comes_once_from_the_first_worker(tmp_path: Path, monkeypatc
         monkeypatch.setattr(warnings, "showwarning", note)
         trainer.fit(Regression(partial(torch.optim.SGD, lr=0.001, momentum=0.9)), loader)
     assert said.read_text().count("updates late on average, which acts like a momentum") == 1
+
+
+class Slow(Regression):
+    """Worker 1 is slower."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02 if self.global_rank else 0.002)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    by_default(
+        [("backup", 1), ({"name": "backup", "k": 2}, 0), ("k_batch_sync", 1), ("async", 0)],
+        ("backup", 1),
+    ),
+)
+def test_a_worker_whose_contributions_come_too_late_is_named_once(
+    policy: Any, said: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warnings, "showwarning", lambda text, *_, **__: print(text, flush=True))
+    data = torch.utils.data.DataLoader(regression_data(400), 4)
+    make_trainer(HybridStrategy(policy), 2, max_epochs=3).fit(Slow(), data)
+    lines = [line for line in capfd.readouterr().out.splitlines() if "came too late" in line]
+    assert len(lines) == said and all("are of worker 1, and" in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("samples", "dropped", "said"),
+    [([123, 29], [0, 100], True), ([123, 29], [0, 3], False), ([100, 60], [20, 40], False)],
+)
+def test_a_worker_is_too_late_if_it_has_less_than_half_of_its_share(
+    samples: list[int], dropped: list[int], said: bool
+) -> None:
+    stats = {"samples_per_worker": samples, "dropped": dropped}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert advise_on_late("backup", stats) is said
