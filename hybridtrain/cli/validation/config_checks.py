@@ -273,7 +273,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
         return
     n_devices = len(devices) if isinstance(devices, list) else devices
     n_workers = n_devices * strategy.get("workers_per_device", 1) * number_of_hosts(given)
-    make_policy(strategy.get("policy", "hybrid")).begin(n_workers)
+    if not is_target(policy := strategy.get("policy", "hybrid")):  # made after its class is checked
+        make_policy(policy).begin(n_workers)
     check_workers(read_faults(strategy.get("faults")), n_workers)
 
 

@@ -7,10 +7,8 @@ class checks its own.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import pkgutil
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -25,7 +23,8 @@ from hybridtrain.cli.explain import STRATEGY, one_line
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration
 from hybridtrain.options.strategy_arguments import check_sizes
-from hybridtrain.util.option_types import check_arguments, hint, shown
+from hybridtrain.util.option_types import check_arguments, hint
+from hybridtrain.util.own_parts import load_target
 
 _HYDRAS_OWN = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
 
@@ -48,7 +47,7 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
 
 def _check_target(key: str, node: DictConfig) -> None:
     name = str(node["_target_"])
-    target = _load(key, name)
+    target = load_target(key, name)
     given = [str(x) for x in node if x not in _HYDRAS_OWN]
     if _is_library(name):
         values = {name: value for name, value in _given_values(node) if name in given}
@@ -75,23 +74,6 @@ def _given_values(node: DictConfig) -> Iterator[tuple[str, Any]]:
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(value, resolve=True)
             yield str(name), value
-
-
-def _load(key: str, name: str) -> Callable[..., Any]:
-    top, dot, _ = name.partition(".")
-    if not re.fullmatch(r"\w+(\.\w+)+", name) or importlib.util.find_spec(top) is None:
-        module = f": there is no module {top!r} to import" if dot else ""
-        raise UserError(f"{key}._target_={shown(name)}{module}; give package.Class")
-    try:
-        found = pkgutil.resolve_name(name)
-    except ModuleNotFoundError:
-        raise  # a package missing inside an existing module has its own error line
-    except Exception as error:
-        reason = one_line(error)
-        raise UserError(f"{key}._target_={name} cannot be imported: {reason}") from error
-    if not callable(found):
-        raise UserError(f"{key}._target_={name} is not a class or function")
-    return found
 
 
 # A class that takes any argument hands those that it does not name over to another.
