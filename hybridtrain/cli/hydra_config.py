@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -19,8 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 import hybridtrain
 from hybridtrain.cli.config_values import in_quotes, parse
 from hybridtrain.errors import UserError
+from hybridtrain.util.own_parts import TARGET
 
 CONFIG_NAME = "config"
+PARTS = tuple(f"strategy.{part}" for part in ("policy", "exchange", "update", "correction"))
 VERSION_BASE = "1.3"
 MORE_DIRS: list[Path] = []  # of the command line: --config-dir
 
@@ -103,8 +105,10 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
 
     ``model._target_=my.Module model.width=64`` implies ``model=own``, so that no value of another
     model is passed on, ``task=own`` unless a task is named, and that ``model.width`` may be a new
-    key. The same holds for ``data``. ``trainer.num_nodes=1:4`` stands for up to 4 hosts, of which
-    1 is enough to begin; a comparison's ``budget=7`` for 7 trials. Other overrides are unchanged.
+    key. The same holds for ``data``. A part of the strategy with a ``_target_`` takes the place of
+    the part that is there, without its parameters. ``trainer.num_nodes=1:4`` stands for up to 4
+    hosts, of which 1 is enough to begin; a comparison's ``budget=7`` for 7 trials. Other overrides
+    are unchanged.
 
     Raises:
         UserError: if a range of hosts is none.
@@ -121,12 +125,28 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     chosen = [x for x in own if x not in keys]
     if "model" in chosen and "task" not in keys and "experiment" not in keys:
         chosen.append("task")
-    open_keys = tuple(f"{x}." for x in own)
+    replaced = [x for x in PARTS if f"{x}.{TARGET}" in keys or _given(x, overrides)]
+    open_keys = tuple(f"{x}." for x in (*own, *replaced))
     result = [f"{group}=own" for group in chosen]
+    result += [each for part in replaced for each in _replaced(part, overrides)]
     for text, item in zip(overrides, parsed, strict=True):
         own_key = item.key_or_group.startswith(open_keys) and text == item.input_line
-        result.append(f"++{text}" if own_key and not text.startswith(("+", "~")) else text)
+        if item.key_or_group not in replaced:
+            result.append(f"++{text}" if own_key and not text.startswith(("+", "~")) else text)
     return result
+
+
+def _given(part: str, overrides: Sequence[str]) -> list[str]:
+    """What is given for a part, if that takes the place of the one that is there."""
+    plain, added = ([x for x in overrides if x.startswith(f"{sign}{part}=")] for sign in ("", "+"))
+    return [*(x for x in plain if TARGET in x), *(x.removeprefix("+") for x in added)]
+
+
+def _replaced(part: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Delete the part that is there, with which Hydra would merge the user's own, and add that."""
+    given = _given(part, overrides) or [f"{part}={{}}"]
+    yield f"~{part}"
+    yield from (f"+{text}" for text in given)
 
 
 def _range_of_hosts(text: str) -> list[str]:

@@ -226,8 +226,9 @@ def _check_places(given: Mapping[str, Any], prefix: str) -> None:
     """Refuse, in the mapping of one part, options of the strategy and of the other part."""
     for part in _PARTS:
         mapping = given.get(part)
-        named = isinstance(mapping, Mapping) and not is_target(mapping)
-        for name in mapping if named else ():
+        if not isinstance(mapping, Mapping) or is_target(mapping):
+            continue
+        for name in mapping:
             if name in OPTIONS:
                 raise UserError(f"{prefix}{part}.{name} was given; did you mean {prefix}{name}?")
             owners = _owners(name)

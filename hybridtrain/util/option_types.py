@@ -441,7 +441,7 @@ def _lacks(made: object, kind: type) -> str:
 
 
 def _annotated(base: type) -> Collection[str]:
-    return base.__dict__.get("__annotations__", {})
+    return inspect.get_annotations(base)
 
 
 def _as_typed(

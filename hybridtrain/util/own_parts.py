@@ -52,7 +52,7 @@ def load_target(key: str, name: str) -> Callable[..., Any]:
         raise UserError(f"{key}.{TARGET}={name} cannot be imported: {reason}") from error
     if not callable(found):
         raise UserError(f"{key}.{TARGET}={name} is not a class or function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _where() -> str:
@@ -118,8 +118,8 @@ def identity(part: Any, depth: int = _DEPTH) -> str:
     """What a part is, in words that are the same in every process.
 
     The part's ``repr``, unless an address in memory is in it; then class and arguments:
-    ``my.Quorum(least=2)``. An argument is read from the attribute of its name, or of its name behind
-    ``_``; where one has no such attribute, all attributes are taken.
+    ``my.Quorum(least=2)``. An argument is read from the attribute of its name, or of its name
+    behind ``_``; where one has no such attribute, all attributes are taken.
     """
     text = repr(part)
     if not _ADDRESS.search(text):

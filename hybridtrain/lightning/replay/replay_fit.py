@@ -237,10 +237,10 @@ def _what_if(
 def _check_times(record: Record, strategy: HybridStrategy) -> None:
     """The record has a time for each push, but none for the steps between two pushes."""
     recorded, each_step = record.strategy.get("exchange", "Gradient()"), ("Gradient()", "InPlace()")
-    known = {recorded, identity(strategy.exchange)}
+    known = {recorded, given := identity(strategy.exchange)}
     if len(known) > 1 and not known <= {*each_step}:
         raise UserError(
-            f"exchange={identity(strategy.exchange)} was given, and the run's was {recorded}; the record has "
+            f"exchange={given} was given, and the run's was {recorded}; the record has "
             "a time for each push, not for each of a worker's own steps, so only strategies with "
             "the run's exchange can be tried with it; run the other one itself, or compare "
             "policies (hybrid, ssp, async, ...)"
