@@ -386,7 +386,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a strategy by their name or class, given as such or in a mapping with options."""
+    """The parts of a strategy by their name or class, alone or in a mapping with options."""
     parts = {x for x in config if fullmatch(r"strategy\.\w+\.(name|_target_)", x)}
     return {key.rpartition(".")[0] if key in parts else key: x for key, x in config.items()}
 

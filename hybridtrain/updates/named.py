@@ -327,7 +327,7 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
     if isinstance(given, type):
         raise is_class("update", given)
     if is_target(given):
-        given = make_part("update", given)  # type: ignore[arg-type]
+        given = make_part("update", given)
     if not isinstance(given, str | Mapping):
         return NamedUpdate(USER, merge=_checked_rule(given))
     options = {"name": given} if isinstance(given, str) else {str(k): v for k, v in given.items()}

@@ -224,7 +224,7 @@ def hints(described: Any) -> dict[str, Any]:
 # ---- types --------------------------------------------------------------------------------------
 
 
-def is_target(value: object) -> bool:
+def is_target(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Whether an object will be made of it: a mapping with ``_target_``."""
     return isinstance(value, Mapping) and TARGET in value
 

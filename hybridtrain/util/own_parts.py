@@ -89,7 +89,10 @@ def make_part(what: str, given: Mapping[str, Any]) -> Any:
         pass
     if given.get("_partial_"):
         return partial(made, *positional, **options)
-    return made(*positional, **options)
+    try:
+        return made(*positional, **options)
+    except ValueError as error:
+        raise UserError(f"{what}: {given[TARGET]} refuses its arguments: {error}") from error
 
 
 def _made(what: str, value: Any) -> Any:
