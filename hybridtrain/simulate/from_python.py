@@ -23,7 +23,6 @@ from hybridtrain.worlds.virtual.service_times import Measured, ServiceTimes, Tim
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
 MOST_WORKERS = 10_000
-AXIS = "virtual {}"
 
 
 def simulate_strategy(
@@ -73,7 +72,8 @@ def simulate_strategy(
     named = parts_of(policy) if isinstance(policy, str) else {"policy": policy}
     given = {"exchange": exchange, "update": update, "correction": correction}
     parts = checked(named | {name: part for name, part in given.items() if part is not None})
-    _check_gradients(given, module)
+    if module is None:
+        _check_no_gradients({name: parts[name] for name in given})  # type: ignore[literal-required]
     spec = StrategySpec(as_typed(policy), named["policy"], parts["exchange"], parts["update"])
     limit = 20_000 if module is None and seconds == math.inf else math.inf
     plan = SimulationPlan(
@@ -88,16 +88,15 @@ def simulate_strategy(
     timeline = None if svg is None else Timeline(workers)
     row = simulate(plan, spec, workers, timeline)
     if timeline is not None:
-        write(
-            Path(str(svg)), picture({f"{spec.label}, {workers:,} workers": timeline}, AXIS), "svg"
-        )
+        drawn = {f"{spec.label}, {workers:,} workers": timeline}
+        write(Path(str(svg)), picture(drawn, "virtual {}"), "svg")
     return row
 
 
-def _check_gradients(given: Mapping[str, Any], module: Any) -> None:
-    """Raises ``UserError`` for parts that are about gradients where there are none."""
+def _check_no_gradients(given: Mapping[str, Any]) -> None:
+    """Raises ``UserError`` if there are parts that are about gradients."""
     for name, part in given.items():
-        if part is not None and module is None:
+        if part is not None:
             raise UserError(
                 f"{name}={as_typed(part)} was given without a module; it is about gradients, so "
                 "give module=MyModule(), and data unless it has a dataloader of its own"
