@@ -99,7 +99,7 @@ def about(record: Record) -> dict[str, Any]:
         raise UserError(
             f"{record.path}: this run was started from Python, so the record does not know how to "
             "make its trainer and module; make them as the script does and call "
-            "hybridtrain.lightning.replay.replay_fit.replay_fit(record, trainer, module, ...)"
+            "hybridtrain.replay_fit(record, trainer, module, ...)"
         )
     return told
 
