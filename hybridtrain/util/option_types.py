@@ -525,5 +525,5 @@ class BriefRepr:
         given = {
             name: value for name, value in told.items() if value is not None and value is not False
         }
-        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        said = ", ".join(f"{name}={identity(value)}" for name, value in given.items())
         return f"{type(self).__name__}({said})"

@@ -120,34 +120,52 @@ def is_class(what: str, given: object) -> UserError:
 def identity(part: Any, depth: int = _DEPTH) -> str:
     """What a part is, in words that are the same in every process.
 
-    The part's ``repr``, unless an address in memory is in it; then class and arguments:
-    ``my.Quorum(least=2)``. An argument is read from the attribute of its name, or of its name
-    behind ``_``; where one has no such attribute, all attributes are taken.
+    The part's ``repr``, unless an address in memory is in it, or it comes from a base class, which
+    may not know all arguments; then class and arguments: ``my.Quorum(least=2)``. An argument is
+    read from the attribute of its name, or of its name behind ``_``; where one has no such
+    attribute, all attributes are taken.
     """
-    text = repr(part)
-    if not _ADDRESS.search(text):
-        return text
-    if depth == 0:
-        return _name(type(part))
     inner = partial(identity, depth=depth - 1)
-    match part:
-        case type():
-            return _name(part)
-        case Mapping():
-            return f"{{{', '.join(f'{key!r}: {inner(each)}' for key, each in part.items())}}}"
-        case list() | tuple():
-            return f"[{', '.join(map(inner, part))}]"
-        case set() | frozenset():
-            return f"{{{', '.join(sorted(map(inner, part)))}}}"
-        case partial():
-            arguments = [*map(inner, part.args), *_named(part.keywords, inner)]
-            return f"{inner(part.func)}({', '.join(arguments)})"
+    kind = type(part)
+    if depth == 0 or isinstance(part, type):
+        return _name(part if isinstance(part, type) else kind)
+    if kind in (dict, list, tuple, set, frozenset):
+        return _of_several(part, inner)
+    if isinstance(part, partial):
+        arguments = [*map(inner, part.args), *_named(part.keywords, inner)]
+        return f"{inner(part.func)}({', '.join(arguments)})"
+    if _speaks_for_itself(kind):
+        if is_dataclass(part) and hasattr(kind.__repr__, "__wrapped__"):  # made by dataclasses
+            return f"{kind.__qualname__}({', '.join(_named(_fields(part), inner))})"
+        if not _ADDRESS.search(text := repr(part)):
+            return text
     if callable(part) and hasattr(part, "__qualname__"):  # a function
         return _name(part)
-    is_data = is_dataclass(part)
-    said = _fields(part) if is_data else _arguments(part)
-    name = type(part).__qualname__ if is_data else _name(type(part))
-    return f"{name}({', '.join(_named(said, inner))})"
+    return f"{_name(kind)}({', '.join(_named(_arguments(part), inner))})"
+
+
+def _of_several(parts: Any, inner: Callable[[Any], str]) -> str:
+    """As Python writes it; members of a set in the order of their texts."""
+    if isinstance(parts, dict):
+        return f"{{{', '.join(f'{key!r}: {inner(each)}' for key, each in parts.items())}}}"
+    texts = list(map(inner, parts))
+    if isinstance(parts, list):
+        return f"[{', '.join(texts)}]"
+    if isinstance(parts, tuple):
+        return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+    return f"{type(parts).__name__}({', '.join(sorted(texts))})"
+
+
+def _speaks_for_itself(kind: type) -> bool:
+    """Whether ``repr`` tells all arguments, as the class that defines it has its constructor."""
+    if kind.__module__.partition(".")[0] in (__package__.partition(".")[0], "builtins"):
+        return True
+    for each in kind.__mro__[:-1]:
+        if "__repr__" in vars(each):
+            return True
+        if "__init__" in vars(each):
+            return False
+    return False
 
 
 def _named(values: Mapping[str, Any], inner: Callable[[Any], str]) -> list[str]:
