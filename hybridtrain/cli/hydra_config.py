@@ -22,6 +22,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.util.own_parts import TARGET
 
 CONFIG_NAME = "config"
+OWN = "own"  # what a part of the strategy is, until an object of the user's own takes its place
 PARTS = tuple(f"strategy.{part}" for part in ("policy", "exchange", "update", "correction"))
 VERSION_BASE = "1.3"
 MORE_DIRS: list[Path] = []  # of the command line: --config-dir
@@ -125,10 +126,10 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     chosen = [x for x in own if x not in keys]
     if "model" in chosen and "task" not in keys and "experiment" not in keys:
         chosen.append("task")
-    replaced = [x for x in PARTS if f"{x}.{TARGET}" in keys or _given(x, overrides)]
+    replaced = [x for x in PARTS if f"{x}.{TARGET}" in keys or _made(x, overrides)]
     open_keys = tuple(f"{x}." for x in (*own, *replaced))
     result = [f"{group}=own" for group in chosen]
-    result += [each for part in replaced for each in _replaced(part, overrides)]
+    result += [each for part in replaced for each in _in_its_place(part, overrides)]
     for text, item in zip(overrides, parsed, strict=True):
         own_key = item.key_or_group.startswith(open_keys) and text == item.input_line
         if item.key_or_group not in replaced:
@@ -136,17 +137,15 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     return result
 
 
-def _given(part: str, overrides: Sequence[str]) -> list[str]:
-    """What is given for a part, if that takes the place of the one that is there."""
-    plain, added = ([x for x in overrides if x.startswith(f"{sign}{part}=")] for sign in ("", "+"))
-    return [*(x for x in plain if TARGET in x), *(x.removeprefix("+") for x in added)]
+def _made(part: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides that give the part as an object of the user's own class."""
+    return [text for text in overrides if text.startswith(f"{part}=") and TARGET in text]
 
 
-def _replaced(part: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Delete the part that is there, with which Hydra would merge the user's own, and add that."""
-    given = _given(part, overrides) or [f"{part}={{}}"]
-    yield f"~{part}"
-    yield from (f"+{text}" for text in given)
+def _in_its_place(part: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Put a word in the place of the part that is there, with which Hydra would merge a mapping."""
+    yield f"{part}={OWN}"
+    yield from _made(part, overrides) or [f"{part}={{}}"]
 
 
 def _range_of_hosts(text: str) -> list[str]:

@@ -319,7 +319,8 @@ def labels(runs: Sequence[Run], without: Collection[str] = ()) -> list[str]:
     job comes first. ``without``: keys that are left out.
     """
     common = set(common_overrides(runs))
-    each = [[x for x in run.overrides if x not in common and x[:1] != "~"] for run in runs]
+    last = [{key_of(x): x for x in run.overrides}.values() for run in runs]
+    each = [[x for x in own if x not in common] for own in last]
     named = [" ".join(_briefer(x) for x in own if key_of(x) not in without) for own in each]
     folders = [run.folder.name for run in runs]
     if all(x.isdecimal() for x in folders) and len({*folders}) == len(folders):
