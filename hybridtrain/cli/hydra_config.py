@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -84,6 +84,7 @@ def compose_config(overrides: Sequence[str] = (), with_hydra: bool = False) -> D
 
     ``with_hydra``: with Hydra's own node, which has the choices of all groups.
     """
+    overrides = with_own_parts(overrides)  # also where each key is there once
     if GlobalHydra.instance().is_initialized():
         return compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=with_hydra)
     register()
@@ -126,26 +127,29 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     chosen = [x for x in own if x not in keys]
     if "model" in chosen and "task" not in keys and "experiment" not in keys:
         chosen.append("task")
-    replaced = [x for x in PARTS if f"{x}.{TARGET}" in keys or _made(x, overrides)]
-    open_keys = tuple(f"{x}." for x in (*own, *replaced))
+    open_keys = tuple(f"{x}." for x in own)
     result = [f"{group}=own" for group in chosen]
-    result += [each for part in replaced for each in _in_its_place(part, overrides)]
     for text, item in zip(overrides, parsed, strict=True):
         own_key = item.key_or_group.startswith(open_keys) and text == item.input_line
-        if item.key_or_group not in replaced:
-            result.append(f"++{text}" if own_key and not text.startswith(("+", "~")) else text)
-    return result
+        result.append(f"++{text}" if own_key and not text.startswith(("+", "~")) else text)
+    return with_own_parts(result)
 
 
-def _made(part: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides that give the part as an object of the user's own class."""
-    return [text for text in overrides if text.startswith(f"{part}=") and TARGET in text]
+def with_own_parts(overrides: Sequence[str]) -> list[str]:
+    """Let an object of the user's own class take the place of a part of the strategy.
 
-
-def _in_its_place(part: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Put a word in the place of the part that is there, with which Hydra would merge a mapping."""
-    yield f"{part}={OWN}"
-    yield from _made(part, overrides) or [f"{part}={{}}"]
+    Hydra would merge a mapping with the one that is there, so that is overridden by a word first.
+    """
+    keys = {text.partition("=")[0].lstrip("+") for text in overrides}
+    result, own = list[str](), list[str]()
+    for part in PARTS:
+        made = [x for x in overrides if x.startswith(f"{part}=") and TARGET in x]
+        if made or f"{part}.{TARGET}" in keys:
+            own.append(part)
+            result += [f"++{part}={OWN}", *(made or [f"{part}={{}}"])]  # sweepers tell both apart
+    open_keys = tuple(f"{part}." for part in own)
+    others = (text for text in overrides if text.partition("=")[0].lstrip("+") not in own)
+    return [*result, *(f"++{x}" if x.startswith(open_keys) else x for x in others)]
 
 
 def _range_of_hosts(text: str) -> list[str]:

@@ -63,10 +63,31 @@ def test_it_takes_the_place_of_the_strategys_part_also_when_the_run_goes_on(
     assert replay("run=run").code == 0
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("how", ["resume=auto", "sweep", "search"])
+def test_a_run_a_sweep_and_a_search_go_on_with_it(command: Command, how: str) -> None:
+    own = [f"strategy.policy={{_target_: {HERE}.Quorum}}", "strategy=async"]
+    given = [*RUN[:-1], *own]
+    if how == "resume=auto":  # there is none
+        assert command(*RUN, *own, how).code == 0
+        return
+    if how == "sweep":
+        more, longer = ["seed=1,2"], []
+    else:
+        many, space = "hydra.sweeper.n_trials=", "strategy.policy.least=choice(1,2)"
+        more = ["hydra/sweeper=optuna", "task.metric=train/loss", f"{many}1", space]
+        longer = [f"{many}2"]
+    assert command("-m", *given, *more, "hydra.sweep.dir=sweep").code == 0
+    assert HERE in described("policy", "sweep/0")
+    if longer:
+        result = command("-m", "resume=sweep", *longer)
+        assert result.code == 0 and HERE in described("policy", "sweep/1"), result.err
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["strategy=ddp", PARTS["policy"][0]], "strategy=ddp takes no policy"),
+        (["strategy=ddp", PARTS["policy"][0]], "takes no policy"),
         ([f"strategy.policy={{_target_: {HERE}.Largest}}"], "is no Policy: it lacks begin, on"),
         ([f"strategy.policy={{_target_: {HERE}.Quorum, lest: 1}}"], "(did you mean least?)"),
         ([f"strategy.policy={{_target_: {HERE}.Quorum, least: 0}}"], "least=0 makes no update"),
