@@ -20,11 +20,11 @@ _STAGE = re.compile(r"[A-Za-z]+[/_]")
 # As Lightning words it later.
 _TEXTS = {
     "ModelCheckpoint": "`ModelCheckpoint(monitor='{}')` could not find the monitored key in the "
-    "returned metrics: {}.",
+    "returned metrics: [{}].",
     "EarlyStopping": "Early stopping conditioned on metric `{}` which is not available. Pass in or "
     "modify your `EarlyStopping` callback to use any of the following: `{}`",
     "ReduceLROnPlateau": "ReduceLROnPlateau conditioned on metric {} which is not available. "
-    "Available metrics are: {}.",
+    "Available metrics are: [{}].",
 }
 
 
@@ -40,7 +40,7 @@ def check_monitored(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     logged = sorted(trainer.callback_metrics)
     for user, metric in _monitors(trainer):
         if _is_misspelt(metric, logged) and not _asks_for_stage(module, *trainer.callbacks):  # type: ignore[attr-defined]
-            raise MisconfigurationException(_TEXTS[user].format(metric, logged))
+            raise MisconfigurationException(_TEXTS[user].format(metric, ", ".join(logged)))
 
 
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 The checks run before any process starts and without importing torch. Types and ranges are declared
 below, in :mod:`hybridtrain.options.strategy_arguments` and by the parameters of policies and
-exchanges. Arguments of classes must have their default's type.
+exchanges. Arguments of classes must have the type of the value that is in the configuration.
 """
 
 from __future__ import annotations
