@@ -152,6 +152,12 @@ def with_own_parts(overrides: Sequence[str]) -> list[str]:
     return [*result, *(f"++{x}" if x.startswith(open_keys) else x for x in others)]
 
 
+def as_given(overrides: Sequence[str]) -> list[str]:
+    """Without what :func:`with_own_parts` has added, and adds again."""
+    added = {text for part in PARTS for text in (f"++{part}={OWN}", f"{part}={{}}")}
+    return [text for text in overrides if text not in added]
+
+
 def _range_of_hosts(text: str) -> list[str]:
     found = re.fullmatch(r"trainer\.num_nodes=(\d*):(\d*)", text)
     if found is None:

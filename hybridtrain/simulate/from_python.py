@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -18,6 +19,7 @@ from hybridtrain.report.timeline import picture
 from hybridtrain.schemes import parts_of
 from hybridtrain.server.timeline import Timeline
 from hybridtrain.simulate.simulations import SimulationPlan, SimulationRow, StrategySpec, simulate
+from hybridtrain.updates.staleness import CorrectionSpec
 from hybridtrain.util.option_types import Named, Range, as_typed, check
 from hybridtrain.worlds.virtual.service_times import Measured, ServiceTimes, Times
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
@@ -47,21 +49,16 @@ def simulate_strategy(
     ``simulate_strategy(MyPolicy(), workers=100).samples_per_s``
 
     Args:
-        policy: as for :class:`hybridtrain.HybridStrategy`, or the name of a strategy.
+        policy: as for :class:`hybridtrain.HybridStrategy`, or a strategy's name.
         workers: W.
-        exchange: as for :class:`hybridtrain.HybridStrategy`; with a module.
-        update: the same.
-        correction: the same.
+        exchange, update, correction: as for :class:`hybridtrain.HybridStrategy`; with a module.
         module: a LightningModule, of which a copy is trained; ``None``: only time passes.
-        data: its LightningDataModule or dataloader, unless it has one itself.
-        epochs: of the module's training.
-        times: of a mini-batch, in virtual seconds: a distribution
-            (:class:`hybridtrain.simulate.ServiceTimes`, by default exponential with a mean of 1),
-            each worker's own, or the directory of a recorded run.
+        data: its LightningDataModule or dataloader, unless it has one; for so many ``epochs``.
+        times: of a mini-batch: a distribution in virtual seconds (by default
+            :class:`hybridtrain.simulate.ServiceTimes`), each worker's own, or a recorded run.
         batch_size: samples of a mini-batch, without a module.
-        mini_batches: after so many of all workers together the run ends, in place of the epochs;
-            without a module after 20,000, unless ``seconds`` is given.
-        seconds: or after so many virtual seconds.
+        mini_batches, seconds: where the run ends, in place of the epochs (of all workers together:
+            20,000 without a module).
         seed: of the times, and of the order of samples.
         svg: where to draw when each worker computed, waited or was dropped.
 
@@ -69,27 +66,31 @@ def simulate_strategy(
         UserError: if parts contradict each other, or the module cannot be trained this way.
     """
     check("workers", workers, Annotated[int, Range(1, MOST_WORKERS)])
+    own = {"exchange": exchange, "update": update, "correction": correction}
+    spec, late = _spec(policy, own, module is not None)
+    train = None if module is None else partial(_task, module, data, epochs, seed)
+    length = mini_batches or (None if train else 20_000 if seconds == math.inf else math.inf)
+    plan = SimulationPlan((spec,), times=_times(times), train=train, correction=late)
+    plan = replace(plan, batch_size=batch_size, mini_batches=length, seconds=seconds, seed=seed)
+    return simulate(plan, spec, workers) if svg is None else _drawn(plan, spec, workers, Path(svg))
+
+
+def _spec(
+    policy: Named, own: Mapping[str, Any], trains: bool
+) -> tuple[StrategySpec, CorrectionSpec]:
+    """The strategy and its correction, checked as those of a training."""
     named = parts_of(policy) if isinstance(policy, str) else {"policy": policy}
-    given = {"exchange": exchange, "update": update, "correction": correction}
-    parts = checked(named | {name: part for name, part in given.items() if part is not None})
-    if module is None:
-        _check_no_gradients({name: parts[name] for name in given})  # type: ignore[literal-required]
+    parts = checked(named | {name: part for name, part in own.items() if part is not None})
+    if not trains:
+        _check_no_gradients({name: parts[name] for name in own})  # type: ignore[literal-required]
     spec = StrategySpec(as_typed(policy), named["policy"], parts["exchange"], parts["update"])
-    limit = 20_000 if module is None and seconds == math.inf else math.inf
-    plan = SimulationPlan(
-        times=_times(times),
-        batch_size=batch_size,
-        mini_batches=mini_batches or (limit if module is None else None),
-        seconds=seconds,
-        seed=seed,
-        train=None if module is None else partial(_task, module, data, epochs, seed),
-        correction=parts["correction"],
-    )
-    timeline = None if svg is None else Timeline(workers)
+    return spec, parts["correction"]
+
+
+def _drawn(plan: SimulationPlan, spec: StrategySpec, workers: int, svg: Path) -> SimulationRow:
+    timeline = Timeline(workers)
     row = simulate(plan, spec, workers, timeline)
-    if timeline is not None:
-        drawn = {f"{spec.label}, {workers:,} workers": timeline}
-        write(Path(str(svg)), picture(drawn, "virtual {}"), "svg")
+    write(svg, picture({f"{spec.label}, {workers:,} workers": timeline}, "virtual {}"), "svg")
     return row
 
 
