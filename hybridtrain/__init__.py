@@ -19,8 +19,10 @@ from hybridtrain.registration import register_strategies
 
 if TYPE_CHECKING:
     from hybridtrain.cli.telemetry.progress import PlainProgress
+    from hybridtrain.lightning.replay.replay_fit import rehearse_fit, replay_fit
     from hybridtrain.lightning.step_profiler import StepProfiler
     from hybridtrain.lightning.strategy import HybridStrategy
+    from hybridtrain.simulate.from_python import simulate_strategy
     from hybridtrain.training.deepdist import DeepDist
     from hybridtrain.training.server import Server
     from hybridtrain.training.worker import Worker
@@ -34,6 +36,9 @@ __all__ = [
     "StepProfiler",
     "Worker",
     "__version__",
+    "rehearse_fit",
+    "replay_fit",
+    "simulate_strategy",
 ]
 
 register_strategies()
@@ -47,6 +52,9 @@ _LATER = {
     "Server": "hybridtrain.training.server",
     "StepProfiler": "hybridtrain.lightning.step_profiler",
     "Worker": "hybridtrain.training.worker",
+    "rehearse_fit": "hybridtrain.lightning.replay.replay_fit",
+    "replay_fit": "hybridtrain.lightning.replay.replay_fit",
+    "simulate_strategy": "hybridtrain.simulate.from_python",
 }
 
 

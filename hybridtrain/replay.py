@@ -23,7 +23,8 @@ Options:
   run=DIR            a run's directory (its newest record), or a record
   anyway=true        even if code, versions, data or configuration are not what they were; of an
                      edited .hydra/config.yaml the edited values are taken
-  policy=NAME        another policy, with its parameters as policy.k=3
+  policy=NAME        another policy, with its parameters as policy.k=3; or an object of one's own
+                     class, policy='{_target_: my.Mine, k: 3}'
   correction=NAME    another correction of late gradients, with parameters; null: none
   strategy=NAME      policy and correction of a row of conf/strategy
   report=timeline    draw what happened when

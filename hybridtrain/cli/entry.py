@@ -83,6 +83,7 @@ def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
     found = resumed.expanded(found) if sweeps else resume.expanded(found)
     if given != hydra_config.MORE_DIRS:  # that of the run which goes on
         flags += ["--config-dir", str(hydra_config.MORE_DIRS[0])]
+    found = hydra_config.complete_overrides(found)  # each key was there once
     overrides[:] = found
     explain.check_groups(found)
     job_process.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]

@@ -259,6 +259,7 @@ def _other_choice(
     others = [name for name in choices.get(group, ()) if path and _has(group, name, path)]
     if not others:
         return None
+    item = [x for x in parsed if x.key_or_group == item.key_or_group][-1]
     composed = hydra_config.compose_config(_chosen(parsed), with_hydra=True)
     now = composed.hydra.runtime.choices[group]
     text = f"{item.key_or_group}={','.join(values(item))}"

@@ -19,8 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 import hybridtrain
 from hybridtrain.cli.config_values import in_quotes, parse
 from hybridtrain.errors import UserError
+from hybridtrain.util.own_parts import TARGET
 
 CONFIG_NAME = "config"
+OWN = "own"  # what a part of the strategy is, until an object of the user's own takes its place
+PARTS = tuple(f"strategy.{part}" for part in ("policy", "exchange", "update", "correction"))
 VERSION_BASE = "1.3"
 MORE_DIRS: list[Path] = []  # of the command line: --config-dir
 
@@ -81,6 +84,7 @@ def compose_config(overrides: Sequence[str] = (), with_hydra: bool = False) -> D
 
     ``with_hydra``: with Hydra's own node, which has the choices of all groups.
     """
+    overrides = with_own_parts(overrides)  # also where each key is there once
     if GlobalHydra.instance().is_initialized():
         return compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=with_hydra)
     register()
@@ -103,8 +107,10 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
 
     ``model._target_=my.Module model.width=64`` implies ``model=own``, so that no value of another
     model is passed on, ``task=own`` unless a task is named, and that ``model.width`` may be a new
-    key. The same holds for ``data``. ``trainer.num_nodes=1:4`` stands for up to 4 hosts, of which
-    1 is enough to begin; a comparison's ``budget=7`` for 7 trials. Other overrides are unchanged.
+    key. The same holds for ``data``. A part of the strategy with a ``_target_`` takes the place of
+    the part that is there, without its parameters. ``trainer.num_nodes=1:4`` stands for up to 4
+    hosts, of which 1 is enough to begin; a comparison's ``budget=7`` for 7 trials. Other overrides
+    are unchanged.
 
     Raises:
         UserError: if a range of hosts is none.
@@ -126,7 +132,30 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     for text, item in zip(overrides, parsed, strict=True):
         own_key = item.key_or_group.startswith(open_keys) and text == item.input_line
         result.append(f"++{text}" if own_key and not text.startswith(("+", "~")) else text)
-    return result
+    return with_own_parts(result)
+
+
+def with_own_parts(overrides: Sequence[str]) -> list[str]:
+    """Let an object of the user's own class take the place of a part of the strategy.
+
+    Hydra would merge a mapping with the one that is there, so that is overridden by a word first.
+    """
+    keys = {text.partition("=")[0].lstrip("+") for text in overrides}
+    result, own = list[str](), list[str]()
+    for part in PARTS:
+        made = [x for x in overrides if x.startswith(f"{part}=") and TARGET in x]
+        if made or f"{part}.{TARGET}" in keys:
+            own.append(part)
+            result += [f"++{part}={OWN}", *(made or [f"{part}={{}}"])]  # sweepers tell both apart
+    open_keys = tuple(f"{part}." for part in own)
+    others = (text for text in overrides if text.partition("=")[0].lstrip("+") not in own)
+    return [*result, *(f"++{x}" if x.startswith(open_keys) else x for x in others)]
+
+
+def as_given(overrides: Sequence[str]) -> list[str]:
+    """Without what :func:`with_own_parts` has added, and adds again."""
+    added = {text for part in PARTS for text in (f"++{part}={OWN}", f"{part}={{}}")}
+    return [text for text in overrides if text not in added]
 
 
 def _range_of_hosts(text: str) -> list[str]:

@@ -30,6 +30,7 @@ from hybridtrain.recording.replayer import Replayed
 from hybridtrain.recording.run_description import changed_code, changed_versions
 from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run
 from hybridtrain.server.timeline import Timeline
+from hybridtrain.util.arguments import part_of
 from hybridtrain.worlds.local.cleanup import vanishing_directory
 
 
@@ -98,7 +99,7 @@ def about(record: Record) -> dict[str, Any]:
         raise UserError(
             f"{record.path}: this run was started from Python, so the record does not know how to "
             "make its trainer and module; make them as the script does and call "
-            "hybridtrain.lightning.replay.replay_fit.replay_fit(record, trainer, module, ...)"
+            "hybridtrain.replay_fit(record, trainer, module, ...)"
         )
     return told
 
@@ -301,7 +302,8 @@ def _spec(name: str, own: Mapping[str, str], former: Any) -> Any:
     node = OmegaConf.from_dotlist([f"{key}={value}" for key, value in own.items() if "." in key])
     parameters: Any = OmegaConf.to_container(node)[name] if node else {}  # type: ignore[index,call-overload]
     if name in own:
-        former = None if own[name] == "null" else {"name": own[name]}
+        former = None if own[name] == "null" else part_of(name, own[name])
+        former = {"name": former} if isinstance(former, str) else former
     elif isinstance(former, str):
         former = {"name": former}
     if parameters and former is None:

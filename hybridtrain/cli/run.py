@@ -440,7 +440,7 @@ def _sum_up(
     stats = up_to_date(summary.left_stats(directory), trainer) or RunStats()
     result = summary.Summary(
         **{**vars(stats), "workers": trainer.world_size},
-        strategy=str(HydraConfig.get().runtime.choices.get("strategy")),
+        strategy=summary.strategy_of(cfg.strategy, HydraConfig.get().runtime.choices),
         device=_device(trainer),
         wall_s=round(wall_s, 3),
         started=(datetime.now().astimezone() - timedelta(seconds=wall_s)).isoformat(" ", "seconds"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytorch_lightning as pl
 from hydra.utils import instantiate
@@ -19,9 +17,7 @@ from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
-from hybridtrain.lightning.hooks.trainer_hooks import give_module
-from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
-from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer, training_loader
 from hybridtrain.protocol.messages import Clip
 
 MakeLesson = Callable[[int, Requirements], ModuleTask]  # for so many workers; a fresh task
@@ -85,22 +81,8 @@ def _lesson(cfg: DictConfig, workers: int, requirements: Requirements) -> Module
     trainer = VirtualTrainer(workers)
     most = cfg.trainer.max_epochs
     epochs = math.inf if most is None or most < 0 else most
-    loader = _loader(module, data, trainer)
+    loader = training_loader(module, data, trainer)
     return ModuleTask(module, trainer, loader, seed, _clip(cfg), epochs, requirements)
-
-
-def _loader(module: Any, data: Any, trainer: VirtualTrainer) -> Any:
-    """The training dataloader, after the hooks that Lightning calls before it."""
-    module.trainer = trainer
-    give_module(strategy_of(trainer), module)
-    parts = [module] if data is None else [data, module]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for part in parts:
-            part.trainer = trainer
-            part.prepare_data()
-            part.setup("fit")
-        return parts[0].train_dataloader()
 
 
 def _clip(cfg: DictConfig) -> Clip | None:

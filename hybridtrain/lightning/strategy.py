@@ -189,6 +189,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     def _configure_launcher(self) -> None:
         if is_foreign(self.accelerator):  # so is the trainer
             raise refuse_mixture("the Trainer")
+        required(self)  # contradicting parts are refused now, not when training begins
         self._launcher = HybridLauncher(self)
 
     # ---- a worker's life ------------------------------------------------------------------------

@@ -24,8 +24,10 @@ from hybridtrain.util.option_types import (
     Workers,
     check,
     hints,
+    is_target,
     name_of,
 )
+from hybridtrain.util.own_parts import is_class
 
 Threads = Annotated[int, Range(1, 1024)]  # beyond, OpenMP ends the process
 
@@ -162,6 +164,8 @@ def checked(given: Mapping[str, Any], prefix: str = "", plain: bool = False) -> 
         if name not in kinds:
             raise UserError(unknown(name, given, prefix))
     for name in given:
+        if isinstance(given[name], type):
+            raise is_class(prefix + name, given[name])
         check(prefix + name, given[name], kinds[name], plain)
     _check_places(given, prefix)
     every = cast(StrategyArguments, {**DEFAULTS, **given})
@@ -222,7 +226,9 @@ def _check_places(given: Mapping[str, Any], prefix: str) -> None:
     """Refuse, in the mapping of one part, options of the strategy and of the other part."""
     for part in _PARTS:
         mapping = given.get(part)
-        for name in mapping if isinstance(mapping, Mapping) else ():
+        if not isinstance(mapping, Mapping) or is_target(mapping):
+            continue
+        for name in mapping:
             if name in OPTIONS:
                 raise UserError(f"{prefix}{part}.{name} was given; did you mean {prefix}{name}?")
             owners = _owners(name)

@@ -26,7 +26,8 @@ from hybridtrain.recording.record_file import DROPPED, Record
 from hybridtrain.recording.record_reader import find_record, read_record
 from hybridtrain.report.history import HISTORY_FILE
 from hybridtrain.report.runs import SUMMARY_FILE, Run, read_run
-from hybridtrain.util.option_types import EACH, Count, Range, hint, misfit, name_of
+from hybridtrain.util.option_types import EACH, Count, Range, hint, is_target, misfit, name_of
+from hybridtrain.util.own_parts import TARGET
 
 _Seconds = Annotated[float, Range(0, 1e9)]
 _Amount = Annotated[float, Range(0, 2**62)]
@@ -154,6 +155,8 @@ def evidence(folder: Path) -> Evidence:
             f"run={folder}: its record has {n} contribution{'s' * (n != 1)} of worker {fewest}; a "
             f"plan needs {LEAST} of each worker: train longer (trainer.max_epochs)"
         )
+    if record.foreign is not None and any(map(is_target, seen.strategy.values())):
+        raise UserError(record.foreign)
     run = read_run(folder)
     _check_figures(folder, seen, run)
     data = {k: v for k, v in record.told.items() if k.startswith("data ")}
@@ -168,7 +171,7 @@ def evidence(folder: Path) -> Evidence:
         parameters=record.header["requirements"]["parameters"],
         times=times,
         data=data,
-        strategy=str(run.summary.get("strategy") or name_of(strategy.get("policy") or "hybrid")),
+        strategy=_named(run, strategy),
         gathers=gathers,
         lag=gathers * seen.steps * (1 + staleness),
         threads=int(record.header["threads"]),
@@ -178,6 +181,14 @@ def evidence(folder: Path) -> Evidence:
         samples_per_s=speed_of(record),
         run=run,
     )
+
+
+def _named(run: Run, strategy: Mapping[str, Any]) -> str:
+    """The strategy's name; with a policy of the user's own, its class."""
+    policy = strategy.get("policy") or "hybrid"
+    if is_target(policy):
+        return str(policy[TARGET])
+    return str(run.summary.get("strategy") or name_of(policy))
 
 
 def _check_figures(folder: Path, seen: Observed, run: Run) -> None:

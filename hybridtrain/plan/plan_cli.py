@@ -16,7 +16,8 @@ Options (several values: separated by commas, where it says so):
                       colons: slower=3 (the last worker; slower.1=3: worker 1), cores=8 (of each
                       host), network.latency_s, network.bandwidth, network.server_bandwidth.
                       Default: the first run's own
-  strategy=NAME,...   strategies, with their options behind colons (backup:k=3, local_sgd:every=32).
+  strategy=NAME,...   strategies, with their options behind colons (backup:k=3, local_sgd:every=32,
+                      my.Mine:k=3 for a policy of one's own).
                       Default: hybrid,backup,k_async,k_batch_async,ssp,async,local_sgd
   target=METRIC:X     a validation metric that is to reach X: val/wer:0.1, or val/wer:0.1:min
   cores=N             of each host (default: as in the run)
@@ -61,7 +62,7 @@ from hybridtrain.report.page import Part, write
 from hybridtrain.report.runs import as_json
 from hybridtrain.simulate import simulate_options as simulated
 from hybridtrain.training.scheme import usable_cores
-from hybridtrain.util.arguments import command, options, read_value, value_of
+from hybridtrain.util.arguments import command, options, read_value, split_values, value_of
 from hybridtrain.util.option_types import Natural, Positive, Range, is_number
 from hybridtrain.worlds.virtual.network import Network
 
@@ -132,7 +133,7 @@ def parse(arguments: Sequence[str]) -> tuple[Given, Plan]:
         raise UserError("no run was given; say run=DIR, the directory of a run")
     texts = given["hosts"].split(",") if "hosts" in given else None
     layouts = None if texts is None else [layout(text, given) for text in texts]
-    strategies = list(map(simulated.strategy_spec, given.get("strategy", STRATEGIES).split(",")))
+    strategies = list(map(simulated.strategy_spec, split_values(given.get("strategy", STRATEGIES))))
     target = target_of(given["target"]) if "target" in given else None
     runs = [evidence(Path(folder)) for folder in given["run"].split(",")]
     check_alike(runs)

@@ -62,7 +62,7 @@ class Observed:
         return len(self.times)
 
 
-def observe(run: Path) -> Observed:
+def observe(run: str | Path) -> Observed:
     """Read the beginning of a run's record, at most ``MOST_EVENTS``.
 
     Raises:

@@ -98,12 +98,13 @@ _TOLD = {
 }
 
 
-def find_record(run: Path) -> Path:
+def find_record(run: str | Path) -> Path:
     """The record in a run directory (the newest, if it holds several runs), or the file itself.
 
     Raises:
         UserError: if there is none.
     """
+    run = Path(run)
     if run.is_file():
         return run
     found = sorted(run.glob(f"{Path(RECORD_NAME).stem}*.bin"), key=_age) if run.is_dir() else []
@@ -128,12 +129,13 @@ class _Damaged(Exception):
         super().__init__(f"at byte {at}: {what}")
 
 
-def read_record(path: Path, most_events: int | None = None) -> Record:
+def read_record(path: str | Path, most_events: int | None = None) -> Record:
     """Read a record, also an incomplete one; with ``most_events`` only its beginning.
 
     Raises:
         UserError: if the file is no record, of another version, damaged, or without a header.
     """
+    path = Path(path)
     with open_input(path, "the record", _LARGEST_RECORD_BYTES) as file:
         content = file.read(-1 if most_events is None else most_events * CELL_BYTES)
         foreign = why_not_own(file, path, "replay")

@@ -32,6 +32,7 @@ from hybridtrain.recording.record_file import RECORD_NAME, Record, Writer
 from hybridtrain.recording.recorder import KINDS
 from hybridtrain.util.files import open_input
 from hybridtrain.util.generators import look, put
+from hybridtrain.util.own_parts import identity
 from hybridtrain.worker.client import Client
 
 # ---- the option record: the file of a run's events, or the replay that runs the workers ---------
@@ -109,11 +110,11 @@ def header(strategy: Any, threads: int, server_threads: int) -> dict[str, Any]:
         "workers": strategy.world_size,
         "threads": threads,
         "server_threads": server_threads,
-        "policy": repr(strategy.policy),
-        "correction": repr(strategy.correction),
-        "exchange": repr(strategy.exchange),
+        "policy": identity(strategy.policy),
+        "correction": identity(strategy.correction),
+        "exchange": identity(strategy.exchange),
         "steps": strategy.exchange.steps,  # mini-batches of a push
-        "update": repr(strategy.update),
+        "update": identity(strategy.update),
         "requirements": asdict(strategy.requirements),
         "versions": versions(),
         "code": {"hybridtrain": _hash_of_package(), **users_code()},
@@ -222,7 +223,7 @@ def check_replayable(record: Record, strategy: Any, anyway: bool) -> None:
             "as many (of a trainer: the same devices and workers_per_device)"
         )
     for name, then in record.strategy.items():
-        if (given := repr(getattr(strategy, name))) != then:
+        if (given := identity(getattr(strategy, name))) != then:
             raise UserError(
                 f"the run's {name} was {then}, and {given} was given; give the same strategy"
             )

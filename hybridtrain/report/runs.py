@@ -319,7 +319,8 @@ def labels(runs: Sequence[Run], without: Collection[str] = ()) -> list[str]:
     job comes first. ``without``: keys that are left out.
     """
     common = set(common_overrides(runs))
-    each = [[x for x in run.overrides if x not in common] for run in runs]
+    last = [{key_of(x): x for x in run.overrides}.values() for run in runs]
+    each = [[x for x in own if x not in common] for own in last]
     named = [" ".join(_briefer(x) for x in own if key_of(x) not in without) for own in each]
     folders = [run.folder.name for run in runs]
     if all(x.isdecimal() for x in folders) and len({*folders}) == len(folders):
@@ -386,9 +387,9 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a strategy by their name, given as such or in a mapping with options."""
-    parts = {x for x in config if x.startswith("strategy.") and x.endswith(".name")}
-    return {key.removesuffix(".name") if key in parts else key: x for key, x in config.items()}
+    """The parts of a strategy by their name or class, alone or in a mapping with options."""
+    parts = {x for x in config if fullmatch(r"strategy\.\w+\.(name|_target_)", x)}
+    return {key.rpartition(".")[0] if key in parts else key: x for key, x in config.items()}
 
 
 def _comparable(value: Any) -> str:

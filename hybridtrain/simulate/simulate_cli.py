@@ -13,6 +13,7 @@ Options (several values: separated by commas, where it says so):
                       backup:k=3, backup:k=auto, k_async:k=3, k_batch_sync:k=3,
                       k_batch_async:k=3, softsync:n=2, ssp:lead=2, async,
                       switch:first=hybrid:then=async:at_update=100 (default hybrid,async);
+                      my.Mine:k=3, or '{_target_: my.Mine, k: 3}' (a policy of one's own);
                       with task=...: local_sgd:every=32, diloco, easgd, async_diloco, downpour,
                       sandblaster
   workers=N,...       how many workers, those that join later included (default 8)

@@ -19,7 +19,7 @@ from hybridtrain.schemes import SCHEMES
 from hybridtrain.simulate.simulations import SimulationPlan, StrategySpec, Train
 from hybridtrain.updates.named import make_update
 from hybridtrain.updates.staleness import make_correction
-from hybridtrain.util.arguments import options, read_value, value_of
+from hybridtrain.util.arguments import options, part_of, read_value, spelled, split_values
 from hybridtrain.util.option_types import (
     Above0,
     Natural,
@@ -27,6 +27,7 @@ from hybridtrain.util.option_types import (
     Positive,
     Range,
     hint,
+    is_target,
 )
 from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.script import Script, read_script
@@ -57,6 +58,8 @@ OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("network.latency_s", "update_s"), NotNegative),
     **dict.fromkeys(("interrupt", "foresight"), bool),
 }
+_BRIEF = {f"strategy.{part}": part for part in ("exchange", "update", "correction")}
+_BRIEF["strategy.policy"] = "strategy"
 SEVERAL = ("strategy", "workers", "hosts", "compute.seconds_per_step")  # values with commas
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
@@ -70,7 +73,7 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
         UserError: naming the option, its valid values, and the closest one.
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
-    others = [argument for argument in arguments if not _is_training(argument)]
+    others = [_brief(argument) for argument in arguments if not _is_training(argument)]
     said = _of_experiment(overrides) | options(others, list(OPTIONS), families=("slower",))
     given = {name: _read(name, text) for name, text in said.items() if text != "null"}
     run = observe(Path(given["run"])) if "run" in given else None
@@ -104,6 +107,12 @@ def _is_training(argument: str) -> bool:
     return name.partition(".")[0] in TRAINING
 
 
+def _brief(argument: str) -> str:
+    """``strategy.policy=``, ``strategy.exchange=`` ... as a training takes them, as here."""
+    key, separator, value = argument.partition("=")
+    return f"{_BRIEF.get(key, key)}{separator}{value}"
+
+
 def _of_experiment(overrides: Sequence[str]) -> dict[str, str]:
     """The options that ``experiment=NAME`` has under ``simulate``."""
     if not any(override.startswith("experiment=") for override in overrides):
@@ -116,7 +125,7 @@ def _of_experiment(overrides: Sequence[str]) -> dict[str, str]:
 def _read(name: str, text: str) -> Any:
     """The value of an option, or its values; raises UserError unless they are of its kind."""
     kind = OPTIONS["slower" if name.startswith("slower.") else name]
-    texts = text.split(",") if name in SEVERAL else [text]
+    texts = split_values(text) if name in SEVERAL else [text]
     values = [read_value(name, each, kind) for each in texts]
     return values if name in SEVERAL else values[0]
 
@@ -154,14 +163,17 @@ def _of_hosts(sizes: Sequence[tuple[int, int]], given: Given) -> Given:
 
 
 def strategy_spec(text: str) -> StrategySpec:
-    """A strategy with its options: ``backup:k=3``, ``local_sgd:every=32``.
+    """A strategy with its options: ``backup:k=3``, ``local_sgd:every=32``, ``my.Mine:k=3``.
 
     Options belong to the policy; of a strategy with an exchange of its own, to the exchange.
 
     Raises:
         UserError: if there is no such strategy, or it takes no such options.
     """
-    given = _spec("strategy", text)
+    given = part_of("strategy", text)
+    if is_target(given):
+        make_policy(given)
+        return StrategySpec(spelled(given), given)
     name, options = (given, {}) if isinstance(given, str) else (given["name"], given)
     if name not in (known := SCHEMES.keys() | POLICIES.keys()):
         raise UserError(
@@ -178,21 +190,6 @@ def strategy_spec(text: str) -> StrategySpec:
     return StrategySpec(text, parts["policy"], exchange, parts.get("update"))
 
 
-def _spec(what: str, text: str) -> Any:
-    """``name:option=value`` as a mapping; a name without options as it is."""
-    name, *options = text.split(":")
-    spec: dict[str, Any] = {"name": name}
-    for option in options:
-        key, separator, value = option.partition("=")
-        if not key or not separator or not value:
-            raise UserError(
-                f"{what}={text} was given; options follow the name as :option=value, like "
-                "backup:k=3 or ssp:lead=2"
-            )
-        spec[key] = value_of(value)
-    return spec if options else name
-
-
 def _of_gradients(
     name: str, given: Given, overrides: Sequence[str], make: Callable[[Any], object]
 ) -> Any:
@@ -204,7 +201,7 @@ def _of_gradients(
             f"{name}={given[name]} was given without task=...; it is about gradients, so "
             "there must be some"
         )
-    spec = _spec(name, given[name])
+    spec = part_of(name, given[name])
     make(spec)
     return spec
 

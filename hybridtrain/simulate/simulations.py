@@ -142,7 +142,7 @@ def _world(
     plan: SimulationPlan, spec: StrategySpec, workers: int, timeline: Timeline | None
 ) -> tuple[VirtualWorld, float]:
     """The world of one run, and the number of epochs to simulate."""
-    policy = make_policy(spec.policy)
+    policy = deepcopy(make_policy(spec.policy))  # an object that was given stays as it is
     make = partial(
         VirtualWorld, policy, workers, plan.times, plan.batch_size, plan.seed, timeline=timeline
     )

@@ -28,9 +28,11 @@ from hybridtrain.util.option_types import (
     checked_choice,
     choose,
     hint,
+    is_target,
     shown,
     typed,
 )
+from hybridtrain.util.own_parts import is_class, make_part
 
 # ---- merge rules that bear workers whose gradients are garbage ----------------------------------
 # Yin, Chen, Ramchandran, Bartlett, *Byzantine-Robust Distributed Learning: Towards Optimal
@@ -314,14 +316,18 @@ def _check_evaluations(exchange: Exchange, made: NamedUpdate, given: str) -> Non
 
 
 def make_update(given: UpdateSpec) -> NamedUpdate | None:
-    """An update from its name, its name and arguments, or a merge rule; ``None``: the exchange's
-    default.
+    """An update from its name, its name and arguments, a merge rule, or the ``_target_`` of one;
+    ``None``: the exchange's default.
 
     Raises:
         UserError: if there is no such name or argument.
     """
     if given is None:
         return None
+    if isinstance(given, type):
+        raise is_class("update", given)
+    if is_target(given):
+        given = make_part("update", given)
     if not isinstance(given, str | Mapping):
         return NamedUpdate(USER, merge=_checked_rule(given))
     options = {"name": given} if isinstance(given, str) else {str(k): v for k, v in given.items()}

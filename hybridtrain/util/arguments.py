@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import check, hint
+from hybridtrain.util.own_parts import TARGET
 from hybridtrain.util.streams import (
     hold_standard_streams,
     printable,
@@ -101,10 +102,69 @@ def command(
     return status or 0
 
 
+# ---- parts of a strategy -------------------------------------------------------------------------
+
+
+def part_of(what: str, text: str) -> Any:
+    """A part of a strategy: a name, or a mapping with its parameters.
+
+    ``backup``; ``backup:k=3``; ``my.Mine:k=3``, a class; or a mapping as YAML has it,
+    ``{_target_: my.Mine, k: 3}``.
+
+    Args:
+        what: the option's name, for messages.
+
+    Raises:
+        UserError: if it is none of them.
+    """
+    if text.startswith("{"):
+        return _mapping(what, text)
+    name, *options = text.split(":")
+    found: dict[str, Any] = {TARGET if "." in name else "name": name}
+    for option in options:
+        key, separator, value = option.partition("=")
+        if not key or not separator or not value:
+            raise UserError(
+                f"{what}={text} was given; options follow the name as :option=value, like "
+                "backup:k=3 or ssp:lead=2"
+            )
+        found[key] = value_of(value)
+    return found if options or TARGET in found else name
+
+
+def _mapping(what: str, text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{what}={text} was given, which is no YAML: {reason}") from error
+    if not isinstance(found, dict) or not {"name", TARGET} & found.keys():
+        raise UserError(
+            f"{what}={text} was given; a mapping has a name, or {TARGET}, the class of an object: "
+            f"{{{TARGET}: my.Mine, k: 3}}"
+        )
+    return {str(key): value_of(x) if isinstance(x, str) else x for key, x in found.items()}
+
+
+def split_values(text: str) -> list[str]:
+    """The values between commas; those within brackets or braces are parts of a value."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter in "{[(") - (letter in "}])")
+        if letter == "," and depth <= 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [each.strip() for each in found] if "{" in text else found
+
+
 def spelled(part: str | Mapping[str, Any]) -> str:
     """A part of a strategy as commands take it, less what is null: ``backup:k=3``."""
     if isinstance(part, str):
         return part
-    given = {name: value for name, value in part.items() if name != "name" and value is not None}
+    own = TARGET if TARGET in part else "name"
+    given = {name: value for name, value in part.items() if name != own and value is not None}
     options = (f":{name}={json.dumps(value).strip(chr(34))}" for name, value in given.items())
-    return str(part.get("name")) + "".join(options)
+    return str(part.get(own)) + "".join(options)

@@ -35,6 +35,7 @@ from typing import (
 )
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.own_parts import TARGET, identity, is_class, make_part
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 100  # characters of a value
@@ -137,7 +138,12 @@ def shown(value: Any, plain: bool = False) -> str:
     elif isinstance(value, int) and value.bit_length() > _MOST_BITS:  # Python may not print it
         text = f"a whole number of {value.bit_length():,} bits"
     else:
-        text = repr(value)
+        text = identity(value)
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """As much of a text as a line needs."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
 
 
@@ -218,9 +224,9 @@ def hints(described: Any) -> dict[str, Any]:
 # ---- types --------------------------------------------------------------------------------------
 
 
-def is_target(value: object) -> bool:
+def is_target(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Whether an object will be made of it: a mapping with ``_target_``."""
-    return isinstance(value, Mapping) and "_target_" in value
+    return isinstance(value, Mapping) and TARGET in value
 
 
 def takes_object(kind: Any) -> bool:
@@ -391,20 +397,51 @@ def choose(what: str, given: Any, known: Mapping[str, Callable[..., T]], kind: t
 
     Args:
         what: the option's name, for messages.
-        given: a name, a mapping with ``name`` and parameters, or an object of ``kind``.
+        given: a name, a mapping with ``name`` and parameters, one with ``_target_`` and arguments,
+            or an object of ``kind``.
         known: factories by name.
         kind: type of the result.
 
     Raises:
-        UserError: if there is no such name or parameter.
+        UserError: if there is no such name or parameter, or the object is no ``kind``.
     """
-    if not isinstance(given, str | Mapping) and isinstance(given, kind):
-        return given
+    if (own := own_part(what, given, kind)) is not None:
+        return own
     name, options = checked_choice(what, given, known)
     made = known[name](**options)
     with suppress(AttributeError):  # a class of the user's with slots
         object.__setattr__(made, _TYPED, _as_typed(name, options, known[name]))
     return made
+
+
+def own_part(what: str, given: Any, kind: type[T]) -> T | None:
+    """The object given, or that a ``_target_`` stands for; ``None``: a name, or one in a mapping.
+
+    Raises:
+        UserError: if it is a class, or no object of ``kind``.
+    """
+    if isinstance(given, type):
+        raise is_class(what, given)
+    if isinstance(given, _PLAIN) and not is_target(given):
+        return None
+    made = make_part(what, given) if is_target(given) else given
+    if isinstance(made, kind):
+        return made
+    said = given[TARGET] if is_target(given) else as_typed(given)
+    raise UserError(f"{what}={said} was given, which is no {kind.__name__}{_lacks(made, kind)}")
+
+
+def _lacks(made: object, kind: type) -> str:
+    """What the object must have to be of a protocol, in words."""
+    if not getattr(kind, "_is_protocol", False):
+        return f": it must inherit {kind.__module__}.{kind.__qualname__}"
+    names = {name for base in kind.__mro__ for name in (*vars(base), *_annotated(base))}
+    lacks = sorted(name for name in names if name[0] != "_" and not hasattr(made, name))
+    return f": it lacks {', '.join(lacks)}" if lacks else ""
+
+
+def _annotated(base: type) -> Collection[str]:
+    return inspect.get_annotations(base)
 
 
 def _as_typed(
@@ -421,7 +458,9 @@ def as_typed(part: Any) -> str:
     """A part as the user has typed it: a name, or ``{name: ssp, lead: 4}``; else the object."""
     if isinstance(part, Mapping) and "name" in part:
         return _as_typed(str(part["name"]), {k: v for k, v in part.items() if k != "name"})
-    return str(getattr(part, _TYPED, shown(part, plain=True)))
+    if is_target(part):
+        return "{" + ", ".join(f"{key}: {as_typed(value)}" for key, value in part.items()) + "}"
+    return str(getattr(part, _TYPED, None) or shown(part, plain=True))
 
 
 def checked_choice(
@@ -486,5 +525,5 @@ class BriefRepr:
         given = {
             name: value for name, value in told.items() if value is not None and value is not False
         }
-        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        said = ", ".join(f"{name}={identity(value)}" for name, value in given.items())
         return f"{type(self).__name__}({said})"

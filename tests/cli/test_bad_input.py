@@ -282,3 +282,37 @@ def test_a_missing_extra_says_how_to_get_it(
     result = command("task=digits", "trainer.accelerator=cpu")
     assert result.code == 2
     assert "pip install 'hybridtrain[vision]'" in result.complaint
+
+
+class Declared(TinyModule):
+    def __init__(self, dim: int = 8, rate: float | None = 0.1, name: str = "x") -> None:
+        super().__init__(width=dim)
+
+
+class Undeclared(TinyModule):
+    def __init__(self, dim=8, choice=1) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(width=dim)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("Declared model.dim=eight", "model.dim=eight was given; it must be a whole number"),
+        ("Declared model.dim=1.5", "model.dim=1.5 was given; it must be a whole number"),
+        ("Declared model.rate=fast", "model.rate=fast was given; it must be a number, or null"),
+        ("Undeclared model.dim=eight", "model.dim=eight was given, whose default is 8: "),
+    ],
+)
+def test_text_for_a_number_of_the_users_class_is_one_line(
+    command: Command, given: str, said: str
+) -> None:
+    result = command(*TINY[1:], *f"model._target_={__name__}.{given}".split(), "logger=none")
+    assert result.code == 2 and said in result.complaint
+
+
+@pytest.mark.parametrize(
+    "given", ["Declared model.rate=null model.name=3", "Undeclared model.choice=auto"]
+)
+def test_what_the_users_class_takes_is_given_to_it(command: Command, given: str) -> None:
+    options = f"model._target_={__name__}.{given} trainer.max_epochs=1 test=false".split()
+    assert command(*TINY[1:], *options, "trainer.devices=1", "logger=none").code == 0

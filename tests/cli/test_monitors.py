@@ -49,6 +49,41 @@ def test_a_run_names_the_key_and_what_it_logs(
     assert "val/size" in result.err.partition("it logged ")[2] and "Traceback" not in result.err
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("workers", by_default([1, 2], 2))
+@pytest.mark.parametrize("way", by_default(WAYS, "strategy=hybrid"))
+@pytest.mark.parametrize(("given", "key"), CASES)
+def test_a_misspelt_metric_of_the_validation_is_known_before_training(
+    command: Command, given: list[str], key: str, way: str, workers: int
+) -> None:
+    sanity = ["trainer.num_sanity_val_steps=2", "trainer.check_val_every_n_epoch=2"]
+    result = command(*TINY, *QUIET, *sanity, way, f"trainer.devices={workers}", *given)
+    assert result.code == 2 and f"hybridtrain: {key}{LINE}val/size" in result.err
+    history = Path("run/history.csv")
+    assert not history.exists() or len(history.read_text().splitlines()) <= 1
+
+
+class LogsLater(TinyModule):
+    """Logs a metric in the validations of training alone."""
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("val/siz", 1.0, sync_dist=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["task.monitor=val/siz", "model._target_=tests.cli.test_monitors.LogsLater"],
+     ["task.monitor=train/loss"], ["task.monitor=null"]],
+    ids=["logged later", "of training", "none"],
+)  # fmt: skip
+def test_a_metric_that_the_sanity_validation_need_not_log_is_monitored(
+    command: Command, given: list[str]
+) -> None:
+    sanity = "trainer.num_sanity_val_steps=2"
+    assert command(*TINY, *QUIET, sanity, "trainer.devices=2", *given).code == 0
+
+
 def test_an_interval_longer_than_an_epoch_is_one_line(command: Command) -> None:
     result = command(*TINY, *QUIET, "trainer.devices=2", "trainer.val_check_interval=100")
     assert result.code == 2 and "Traceback" not in result.err

@@ -32,7 +32,7 @@ def left(
 ) -> Path:
     """The folder of a run that validated after every 1,000 samples."""
     recorded(folder, seconds, rounds, policy, sizes, epoch, size_bytes, exchange=exchange)
-    name = policy if isinstance(policy, str) else policy["name"]
+    name = policy if isinstance(policy, str) else policy.get("name", "hybrid")
     n = len(seconds)
     said = {"strategy": name, "samples": rounds * n * 8, "effective_batch": n * 8.0}
     said |= {"staleness": {"mean": 0.0}, "cores": 64, "cpu_s": 0.1 * rounds * n, "exit": 0}

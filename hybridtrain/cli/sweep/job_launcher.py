@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hybridtrain.cli.config_values import overrides_of, quoted
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.further_host import number_of_hosts
+from hybridtrain.cli.hydra_config import as_given, with_own_parts
 from hybridtrain.cli.sweep import job_process, resumed
 from hybridtrain.cli.sweep.job_process import JobProcess, JobResources
 from hybridtrain.cli.sweep.side_by_side import Job, run_jobs
@@ -138,11 +139,11 @@ class ProcessLauncher(Launcher):
         if more:  # a directory that is named by the overrides is that of the job without these
             place = quoted("hydra.sweep.subdir", config.hydra.sweep.subdir)
             config = self._composed([*overrides, *more, place], number)
-        return Job(config, tuple(filter_overrides(overrides)), total)
+        return Job(config, tuple(as_given(filter_overrides(overrides))), total)
 
     def _composed(self, overrides: Sequence[str], number: int) -> DictConfig:
         loader = self.hydra_context.config_loader
-        config: DictConfig = loader.load_sweep_config(self.config, [*overrides])
+        config: DictConfig = loader.load_sweep_config(self.config, with_own_parts(overrides))
         with open_dict(config):
             config.hydra.job.id = f"job_{number}"
             config.hydra.job.num = number

@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from hybridtrain.cli.claim import claim_new, release_all
 from hybridtrain.cli.config_values import overrides_of
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interrupted
+from hybridtrain.cli.hydra_config import as_given
 from hybridtrain.cli.quiet import hush
 from hybridtrain.util.anonymous_files import anonymous_descriptor
 from hybridtrain.util.streams import flush_output
@@ -212,7 +213,7 @@ def _command(config: DictConfig, directory: Path) -> list[str]:
 
 def command_of(overrides: Sequence[str]) -> str:
     """The command that runs a job with these overrides alone, to be typed in a shell."""
-    return shlex.join(["python", "-m", "hybridtrain", *FLAGS, *overrides])
+    return shlex.join(["python", "-m", "hybridtrain", *FLAGS, *as_given(overrides)])
 
 
 def report(outcome: CommandOutcome) -> None:

@@ -21,6 +21,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.cli.config_values import placed
+from hybridtrain.cli.telemetry.monitored import check_monitored
 from hybridtrain.lightning.data.batch_size import samples_in
 from hybridtrain.lightning.hooks.loop_hooks import callback_metrics, logged_step
 from hybridtrain.lightning.run_context import checkpoints_of, strategy_of
@@ -243,6 +244,7 @@ class RunMonitor(pl.Callback):
         self._paused = False
         self._metrics = dict(trainer.callback_metrics)  # on every rank: perhaps a collective
         if trainer.sanity_checking:
+            check_monitored(trainer, pl_module)
             return
         known = self._metrics.items()
         self._validated = {k: float(v) for k, v in known if v is not self._before.get(k)}

@@ -22,6 +22,8 @@ from hybridtrain.monitoring.watchdog import Slow, slow_worker, to_stderr
 from hybridtrain.report.advice import Advice
 from hybridtrain.report.runs import SUMMARY_FILE, as_json, distinct, with_floats
 from hybridtrain.util.files import read_text, short, write_whole
+from hybridtrain.util.option_types import is_target
+from hybridtrain.util.own_parts import TARGET
 
 # ---- the checkpoint and metrics that stand for a run --------------------------------------------
 # All metrics are of one model, that of the best checkpoint by ``task.monitor``; without a monitor
@@ -137,6 +139,12 @@ def write(summary: Summary, directory: Path) -> None:
         to_stderr(f"no {SUMMARY_FILE} ({error.strerror})")
         summary.exit = summary.exit or FAILED
         summary.error = summary.error or f"{SUMMARY_FILE} could not be written ({error.strerror})"
+
+
+def strategy_of(strategy: Mapping[str, Any], choices: Mapping[str, Any]) -> str:
+    """The strategy's name; with a policy of the user's own, its class."""
+    policy = strategy.get("policy")
+    return str(policy[TARGET] if is_target(policy) else choices.get("strategy"))
 
 
 def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 The checks run before any process starts and without importing torch. Types and ranges are declared
 below, in :mod:`hybridtrain.options.strategy_arguments` and by the parameters of policies and
-exchanges. Arguments of classes must have their default's type.
+exchanges. Arguments of classes must have the type of the value that is in the configuration.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridtrain.cli import config_values
 from hybridtrain.cli.explain import STRATEGY, base_config
 from hybridtrain.cli.further_host import number_of_hosts
+from hybridtrain.cli.hydra_config import PARTS
 from hybridtrain.errors import UserError
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS, INSIDE
 from hybridtrain.options.strategy_arguments import checked
@@ -34,6 +35,7 @@ from hybridtrain.util.option_types import (
     ShareAbove0,
     Workers,
     allows,
+    as_typed,
     check,
     checked_choice,
     hint,
@@ -185,6 +187,8 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     _check_optimizer_is_used(cfg, overrides)
     if given["strategy"].get("_target_") == STRATEGY:
         _check_strategy({k: v for k, v in given["strategy"].items() if k != "_target_"})
+    else:
+        _check_no_own_parts(given["strategy"])
     _check_together(given)
 
 
@@ -249,6 +253,17 @@ def _check_strategy(given: Mapping[str, Any]) -> None:
         checked_choice("strategy.inside", inside, INSIDE, plain=True)
 
 
+def _check_no_own_parts(strategy: Group) -> None:
+    """Refuse an object of the user's own class under a strategy that takes none."""
+    for part, given in strategy.items():
+        if f"strategy.{part}" in PARTS and is_target(given):
+            raise UserError(
+                f"strategy.{part}={as_typed(given)} was given, but strategy "
+                f"{strategy.get('_target_')} takes no {part}; use one whose parameters live in "
+                "host memory (strategy=hybrid, async, backup ...)"
+            )
+
+
 def _check_together(given: Mapping[str, Any]) -> None:
     """Refuse options that contradict each other; raises UserError."""
     trainer, strategy = given["trainer"], given["strategy"]
@@ -273,7 +288,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
         return
     n_devices = len(devices) if isinstance(devices, list) else devices
     n_workers = n_devices * strategy.get("workers_per_device", 1) * number_of_hosts(given)
-    make_policy(strategy.get("policy", "hybrid")).begin(n_workers)
+    if not is_target(policy := strategy.get("policy", "hybrid")):  # made after its class is checked
+        make_policy(policy).begin(n_workers)
     check_workers(read_faults(strategy.get("faults")), n_workers)
 
 

@@ -7,15 +7,14 @@ class checks its own.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import pkgutil
-import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -25,7 +24,8 @@ from hybridtrain.cli.explain import STRATEGY, one_line
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration
 from hybridtrain.options.strategy_arguments import check_sizes
-from hybridtrain.util.option_types import check_arguments, hint, shown
+from hybridtrain.util.option_types import check, check_arguments, hint, hints, shown
+from hybridtrain.util.own_parts import load_target
 
 _HYDRAS_OWN = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
 
@@ -48,11 +48,13 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
 
 def _check_target(key: str, node: DictConfig) -> None:
     name = str(node["_target_"])
-    target = _load(key, name)
+    target = load_target(key, name)
     given = [str(x) for x in node if x not in _HYDRAS_OWN]
+    values = {name: value for name, value in _given_values(node) if name in given}
     if _is_library(name):
-        values = {name: value for name, value in _given_values(node) if name in given}
         check_arguments(target, values, f"{key}.", plain=True)
+    else:
+        _check_numbers(key, target, values)
     parameters = _parameters(target, given)
     if parameters is None:
         return
@@ -67,6 +69,28 @@ def _check_target(key: str, node: DictConfig) -> None:
         raise UserError(f"{key}: {name} also needs {', '.join(f'{key}.{x}' for x in required)}")
 
 
+def _check_numbers(key: str, target: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    """Check that numbers are given where the user's class declares some; raises UserError."""
+    for name, value in values.items():
+        kind = hints(target).get(name, Any)
+        kinds = {*get_args(kind)} if get_origin(kind) in (Union, UnionType) else {kind}
+        if kinds <= {int, float, NoneType} and isinstance(value, str | float):
+            check(f"{key}.{name}", value, kind, plain=True)
+
+
+def _blamed(target: Callable[..., Any], values: Mapping[str, Any]) -> str | None:
+    """The first argument that is text where its default is a number, in words."""
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None
+    for name, value in values.items():
+        default = parameters[name].default if name in parameters else None
+        if isinstance(value, str) and isinstance(default, int | float):
+            return f".{name}={shown(value, plain=True)} was given, whose default is {default}"
+    return None
+
+
 def _given_values(node: DictConfig) -> Iterator[tuple[str, Any]]:
     """The arguments of a node that can be resolved, as plain values."""
     for name in node:
@@ -75,23 +99,6 @@ def _given_values(node: DictConfig) -> Iterator[tuple[str, Any]]:
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(value, resolve=True)
             yield str(name), value
-
-
-def _load(key: str, name: str) -> Callable[..., Any]:
-    top, dot, _ = name.partition(".")
-    if not re.fullmatch(r"\w+(\.\w+)+", name) or importlib.util.find_spec(top) is None:
-        module = f": there is no module {top!r} to import" if dot else ""
-        raise UserError(f"{key}._target_={shown(name)}{module}; give package.Class")
-    try:
-        found = pkgutil.resolve_name(name)
-    except ModuleNotFoundError:
-        raise  # a package missing inside an existing module has its own error line
-    except Exception as error:
-        reason = one_line(error)
-        raise UserError(f"{key}._target_={name} cannot be imported: {reason}") from error
-    if not callable(found):
-        raise UserError(f"{key}._target_={name} is not a class or function")
-    return found
 
 
 # A class that takes any argument hands those that it does not name over to another.
@@ -129,7 +136,8 @@ def made(key: str, node: DictConfig, kind: type, **parts: Any) -> Any:
     """Instantiate a ``_target_`` with its arguments and ``parts``.
 
     Raises:
-        UserError: if a library's class refuses its arguments, or the object is no ``kind``.
+        UserError: if a library's class refuses its arguments, a user's class one that is text where
+            the default is a number, or the object is no ``kind``.
         Exception: any exception of a user's own class.
     """
     if node.get("_target_") is None:
@@ -140,8 +148,11 @@ def made(key: str, node: DictConfig, kind: type, **parts: Any) -> Any:
     except (UserError, ModuleNotFoundError):
         raise
     except Exception as error:  # TypeError, ValueError, MisconfigurationException ...
+        values = dict(_given_values(node))
         if not _is_library(name):
-            raise
+            if (blamed := _blamed(load_target(key, name), values)) is None:
+                raise
+            raise UserError(f"{key}{blamed}: {name} refused it: {one_line(error)[:300]}") from error
         raise UserError(f"{key}: {name} refused its options: {one_line(error)[:300]}") from error
     if not isinstance(thing, kind):
         raise UserError(f"{key}._target_={name} is no {kind.__name__}")

@@ -30,7 +30,8 @@ from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.expected_updates import expected_in
 from hybridtrain.lightning.data.batch_size import Scales, keeps_all
 from hybridtrain.lightning.data.user_loaders import is_plain, plan_of, sampler_of
-from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
+from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers, give_module
+from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.lightning_package import own_name
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.training.samplers import Order, Seeded
@@ -77,6 +78,26 @@ class VirtualTrainer(pl.Trainer):
     def expect(self, steps: float) -> None:
         """Schedules will make so many steps in all."""
         self._expected = steps
+
+
+def training_loader(module: pl.LightningModule, data: Any, trainer: VirtualTrainer) -> Any:
+    """The training dataloader, after the hooks that Lightning calls before it.
+
+    Args:
+        data: a LightningDataModule or a dataloader; ``None``: the module has one.
+    """
+    module.trainer = trainer
+    give_module(strategy_of(trainer), module)
+    hooked = data is not None and hasattr(data, "train_dataloader")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for part in [data, module] if hooked else [module]:
+            part.trainer = trainer
+            part.prepare_data()
+            part.setup("fit")
+        if data is not None and not hooked:
+            return data
+        return (data if hooked else module).train_dataloader()
 
 
 class ModuleTask:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytorch_lightning as pl
@@ -23,7 +24,7 @@ from hybridtrain.lightning.results.worker_result import WorkerResult
 from hybridtrain.lightning.run_context import context_if_ours, context_of, strategy_of
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from hybridtrain.recording.record_file import Record
-from hybridtrain.recording.record_reader import times_of
+from hybridtrain.recording.record_reader import find_record, read_record, times_of
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.recording.replayer import Replayed, Replayer
 from hybridtrain.recording.run_description import Recording, check_replayable, check_same_data
@@ -31,6 +32,7 @@ from hybridtrain.recording.virtual_rerun import Rehearsal
 from hybridtrain.server.server import Server
 from hybridtrain.server.timeline import Timeline
 from hybridtrain.training.scheme import make_server
+from hybridtrain.util.own_parts import identity
 from hybridtrain.worlds.in_process import Body, Cell
 from hybridtrain.worlds.local.cpu_scheduling import one_thread
 from hybridtrain.worlds.virtual.service_times import Measured
@@ -148,7 +150,7 @@ CELLS = (
 
 
 def replay_fit(
-    record: Record,
+    record: str | Path | Record,
     trainer: pl.Trainer,
     module: pl.LightningModule,
     anyway: bool = False,
@@ -157,7 +159,8 @@ def replay_fit(
     """Repeat the recorded ``trainer.fit``, with a trainer made in the same way.
 
     Args:
-        record: see :func:`hybridtrain.recording.read_record`.
+        record: of the run: its directory, the file that ``record=`` has written, or what
+            :func:`hybridtrain.recording.read_record` has read.
         trainer: with a ``HybridStrategy``.
         module: as before training.
         anyway: even if code, versions or data differ.
@@ -166,9 +169,14 @@ def replay_fit(
     Raises:
         UserError: if something differs, naming it.
     """
+    record = _read(record)
     _check(record, trainer, anyway)
     scheduled(trainer, record.told)
     return InProcessRunner(record, partial(_rerun, record, anyway)).fit(trainer, module, **options)
+
+
+def _read(record: str | Path | Record) -> Record:
+    return record if isinstance(record, Record) else read_record(find_record(record))
 
 
 def _rerun(
@@ -192,7 +200,7 @@ def _check(record: Record, trainer: pl.Trainer, anyway: bool) -> None:
 
 
 def rehearse_fit(
-    record: Record,
+    record: str | Path | Record,
     trainer: pl.Trainer,
     module: pl.LightningModule,
     timeline: Timeline | None = None,
@@ -201,7 +209,7 @@ def rehearse_fit(
     """Train with workers as fast as the record's; the result is :meth:`RunStatistics.stats`.
 
     Args:
-        record: of a run with as many workers.
+        record: of a run with as many workers; see :func:`replay_fit`.
         trainer: with a ``HybridStrategy`` of any policy.
         module: to be trained.
         timeline: to be filled.
@@ -210,6 +218,7 @@ def rehearse_fit(
     Raises:
         UserError: if policy or exchange cannot be simulated, or the record says too little.
     """
+    record = _read(record)
     _check_times(record, context_of(trainer))
     runner = InProcessRunner(record, partial(_what_if, record), timeline, rehearses=True)
     return runner.fit(trainer, module, **options)
@@ -228,10 +237,10 @@ def _what_if(
 def _check_times(record: Record, strategy: HybridStrategy) -> None:
     """The record has a time for each push, but none for the steps between two pushes."""
     recorded, each_step = record.strategy.get("exchange", "Gradient()"), ("Gradient()", "InPlace()")
-    known = {recorded, repr(strategy.exchange)}
+    known = {recorded, given := identity(strategy.exchange)}
     if len(known) > 1 and not known <= {*each_step}:
         raise UserError(
-            f"exchange={strategy.exchange} was given, and the run's was {recorded}; the record has "
+            f"exchange={given} was given, and the run's was {recorded}; the record has "
             "a time for each push, not for each of a worker's own steps, so only strategies with "
             "the run's exchange can be tried with it; run the other one itself, or compare "
             "policies (hybrid, ssp, async, ...)"
