@@ -26,7 +26,16 @@ from hybridtrain.recording.record_file import DROPPED, Record
 from hybridtrain.recording.record_reader import find_record, read_record
 from hybridtrain.report.history import HISTORY_FILE
 from hybridtrain.report.runs import SUMMARY_FILE, Run, read_run
-from hybridtrain.util.option_types import EACH, Count, Range, hint, is_target, misfit, name_of
+from hybridtrain.util.option_types import (
+    EACH,
+    Count,
+    Range,
+    has_target,
+    hint,
+    is_target,
+    misfit,
+    name_of,
+)
 from hybridtrain.util.own_parts import TARGET
 
 _Seconds = Annotated[float, Range(0, 1e9)]
@@ -155,7 +164,7 @@ def evidence(folder: Path) -> Evidence:
             f"run={folder}: its record has {n} contribution{'s' * (n != 1)} of worker {fewest}; a "
             f"plan needs {LEAST} of each worker: train longer (trainer.max_epochs)"
         )
-    if record.foreign is not None and any(map(is_target, seen.strategy.values())):
+    if record.foreign is not None and has_target(seen.strategy):
         raise UserError(record.foreign)
     run = read_run(folder)
     _check_figures(folder, seen, run)

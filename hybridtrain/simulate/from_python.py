@@ -54,13 +54,12 @@ def simulate_strategy(
         exchange, update, correction: as for :class:`hybridtrain.HybridStrategy`; with a module.
         module: a LightningModule, of which a copy is trained; ``None``: only time passes.
         data: its LightningDataModule or dataloader, unless it has one; for so many ``epochs``.
-        times: of a mini-batch: a distribution in virtual seconds (by default
-            :class:`hybridtrain.simulate.ServiceTimes`), each worker's own, or a recorded run.
+        times: of a mini-batch, in virtual seconds: a :class:`hybridtrain.simulate.ServiceTimes`,
+            each worker's own, or a recorded run.
         batch_size: samples of a mini-batch, without a module.
-        mini_batches, seconds: where the run ends, in place of the epochs (of all workers together:
-            20,000 without a module).
+        mini_batches, seconds: of all workers, in place of epochs; without a module 20,000.
         seed: of the times, and of the order of samples.
-        svg: where to draw when each worker computed, waited or was dropped.
+        svg: where to draw when workers computed and waited.
 
     Raises:
         UserError: if parts contradict each other, or the module cannot be trained this way.

@@ -229,6 +229,13 @@ def is_target(value: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping) and TARGET in value
 
 
+def has_target(value: object) -> bool:
+    """Whether it is such a mapping, or has one in it."""
+    if isinstance(value, Mapping):
+        return is_target(value) or any(map(has_target, value.values()))
+    return isinstance(value, list | tuple) and any(map(has_target, value))
+
+
 def takes_object(kind: Any) -> bool:
     """Whether a value of this type may be an object; a number, a text or a choice is none."""
     origin, inside = get_origin(kind), get_args(kind)

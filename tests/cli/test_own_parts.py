@@ -164,9 +164,15 @@ def test_a_run_with_a_policy_of_ones_own_is_planned_with_and_called_by_its_class
     assert own["updates_per_s"] == pytest.approx(2 * usual["updates_per_s"], rel=0.2)
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["policy", "part of a policy"])
 def test_a_class_that_another_users_run_names_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    nested: bool,
 ) -> None:
-    run = left(tmp_path / "run", policy={"_target_": "nowhere_at_all.Q"})
+    target = {"_target_": "nowhere_at_all.Q"}
+    policy = {"name": "switch", "first": target, "at_update": 3} if nested else target
+    run = left(tmp_path / "run", policy=policy)
     give_away(run / "record.bin", monkeypatch)
     assert "belongs to another user" in refused(capsys, f"run={run}", "strategy=hybrid")

@@ -13,7 +13,10 @@ import hybridtrain
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
-    "hybridtrain": "DeepDist HybridStrategy PlainProgress Server StepProfiler Worker __version__",
+    "hybridtrain": (
+        "DeepDist HybridStrategy PlainProgress Server StepProfiler Worker __version__ "
+        "rehearse_fit replay_fit simulate_strategy"
+    ),
     "hybridtrain.policies": (
         "Accumulate Apply Began Drop Fact Joined Left Needs Order Policy Pushed Ready Release "
         "SetTimer TimerFired Waiting make_policy"

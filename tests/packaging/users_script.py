@@ -8,7 +8,17 @@ import numpy as np
 import pytorch_lightning as pl
 
 import hybridtrain
-from hybridtrain import DeepDist, HybridStrategy, PlainProgress, Server, StepProfiler, Worker
+from hybridtrain import (
+    DeepDist,
+    HybridStrategy,
+    PlainProgress,
+    Server,
+    StepProfiler,
+    Worker,
+    rehearse_fit,
+    replay_fit,
+    simulate_strategy,
+)
 from hybridtrain.exchanges import Await, Exchange, Leaving, Local, LocalExchange, Offer
 from hybridtrain.policies import (
     Accumulate,
@@ -69,6 +79,14 @@ def without_lightning() -> list[int]:
     with DeepDist(np.zeros(2), min_updates=2, workers=2) as dd:
         dd.train([1.0, 2.0], lambda model, rows: model + len(rows), lambda model, update: None)
     return versions
+
+
+def again(trainer: pl.Trainer, other: pl.Trainer, module: pl.LightningModule) -> str:
+    """Repeat a recorded run, try another policy with it, and one with a hundred workers."""
+    equal: bool = replay_fit("record.bin", trainer, module).equal
+    updates: object = rehearse_fit("record.bin", other, module)["updates"]
+    speed: float = simulate_strategy(EachAtOnce(), workers=100, svg="100.svg").samples_per_s
+    return f"{equal} {updates} {speed}"
 
 
 def main() -> str:
