@@ -1,0 +1,96 @@
+"""Refuse steps that each worker would make alone.
+
+An optimizer that Lightning does not know, stepped in ``training_step`` or in a hook of backward
+(``register_post_accumulate_grad_hook``), moves one worker's view of the parameters by its own
+gradient. Where all workers have one set of parameters, only worker 0's moves would be kept; where
+they share parameters in place or train their own, that holds for those that no optimizer of
+Lightning's has. One worker alone keeps all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hybridtrain.errors import UserError
+
+_LOOKS = 8  # backward passes in which values are compared
+
+
+class ForeignSteps:
+    """Watches one worker's parameters.
+
+    Args:
+        module: its class is named in messages.
+        parameters: those to which what one worker writes is lost, before this package has put
+            hooks on them; without any nothing is refused.
+        trained: the optimizers that Lightning steps.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        parameters: Sequence[torch.nn.Parameter],
+        trained: Callable[[], Sequence[torch.optim.Optimizer]],
+    ) -> None:
+        self._name, self._trained = type(module).__name__, trained
+        self._parameters, self._known = parameters, set(map(id, parameters))
+        # ``p.data.add_()`` leaves no trace in a version; hooks are where it is done.
+        self._hooked = [p for p in self._parameters if _is_hooked(p)]
+        self._looks = _LOOKS if self._hooked else 0
+        self._watches = False
+        self._hook: Any = register_optimizer_step_pre_hook(self._see) if parameters else None
+
+    def close(self) -> None:
+        """Training is over."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._watches or any(optimizer is each for each in self._trained()):
+            return
+        if any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
+            raise self._refusal(f"steps {type(optimizer).__name__}")
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """While user code of a mini-batch runs; raises ``UserError`` at such a step."""
+        before, self._watches = self._watches, True
+        try:
+            yield
+        finally:
+            self._watches = before
+
+    def backward(self, proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Lightning's, without the hooks behind it, in which all workers write alike.
+
+        Raises ``UserError`` also if a hook of autograd writes to a parameter without an optimizer.
+        """
+        versions = [p._version for p in self._parameters]
+        values = [p.detach().clone() for p in self._hooked] if self._looks else []
+        self._looks -= bool(values)
+        with self.refused():
+            proceed(*args, **kwargs)
+        written = any(p._version != v for p, v in zip(self._parameters, versions, strict=True))
+        if written or any(_differs(*pair) for pair in zip(values, self._hooked, strict=False)):
+            raise self._refusal("writes to its parameters")
+
+    def _refusal(self, does: str) -> UserError:
+        return UserError(
+            f"{self._name} {does} within training_step or backward, outside of Lightning: with "
+            "several workers only worker 0's steps would be kept; return the optimizer from "
+            "configure_optimizers (with automatic_optimization=False, self.optimizers() steps it "
+            "by hand), or use one worker"
+        )
+
+
+def _is_hooked(parameter: torch.nn.Parameter) -> bool:
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _differs(before: torch.Tensor, parameter: torch.nn.Parameter) -> bool:
+    return not torch.allclose(before, parameter.detach(), rtol=0, atol=0, equal_nan=True)
