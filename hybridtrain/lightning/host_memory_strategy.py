@@ -211,7 +211,7 @@ class HostMemoryStrategy(ParallelStrategy):
         if self._loaders is not None:
             checkpoint = self._loaders.write(checkpoint)
         if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
-            checkpoint = {**checkpoint, **self._trained.saved}
+            checkpoint = self._trained.into(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def random_numbers(self, together: bool = False) -> Any:

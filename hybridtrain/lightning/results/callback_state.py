@@ -24,7 +24,6 @@ from hybridtrain.lightning.hooks.trainer_hooks import DECIDED, searched_attribut
 from hybridtrain.lightning.results.held_objects import (
     HeldObjects,
     is_own,
-    is_returned,
     set_attributes,
 )
 from hybridtrain.lightning.results.plain_data import (
@@ -72,15 +71,12 @@ def give_to_callback(
 def of_module(module: pl.LightningModule, refer: Refer = nothing_held) -> ModuleState:
     """In worker 0. Weights and buffers are sent separately."""
 
-    def plain(name: str, layer: torch.nn.Module) -> dict[str, Any]:
-        wanted = is_returned if name else is_own
-        return attributes_of(((x, v) for x, v in vars(layer).items() if wanted(x)), refer)
+    def plain(layer: torch.nn.Module) -> CallbackState:
+        own = attributes_of(((x, v) for x, v in vars(layer).items() if is_own(x)), refer)
+        return CallbackState(class_name(layer), own, {})
 
     return ModuleState(
-        {
-            name: CallbackState(class_name(layer), plain(name, layer), {})
-            for name, layer in module.named_modules()
-        },
+        {name: plain(layer) for name, layer in module.named_modules()},
         {name: parameter.requires_grad for name, parameter in module.named_parameters()},
     )
 

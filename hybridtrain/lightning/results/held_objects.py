@@ -69,8 +69,7 @@ class HeldObjects:
             self._know(("model", name), part)
         due: deque[tuple[Way, Any]] = deque()
         for name, layer in self._module.named_modules():
-            wanted = is_returned if name else is_own
-            due += ((("model", name, x), v) for x, v in vars(layer).items() if wanted(x))
+            due += ((("model", name, x), v) for x, v in vars(layer).items() if is_own(x))
         for kind in ("callbacks", "loggers"):
             for number, each in enumerate(getattr(trainer, kind)):
                 self._know((kind, number), each)
@@ -146,11 +145,6 @@ class HeldObjects:
 # ---- which attributes, which objects ------------------------------------------------------------
 
 
-def is_returned(name: str) -> bool:
-    """Public attributes."""
-    return name[0] != "_"
-
-
 @cache
 def _internal() -> frozenset[str]:
     """The attributes of every module, which torch and Lightning use themselves."""
@@ -158,8 +152,8 @@ def _internal() -> frozenset[str]:
 
 
 def is_own(name: str) -> bool:
-    """The module's own attributes, and the kind of optimization, on which counts depend."""
-    return name == HOW_IT_STEPS or is_returned(name) or name not in _internal()
+    """Public attributes of a module and its own, and the kind of optimization: counts go by it."""
+    return name == HOW_IT_STEPS or name[0] != "_" or name not in _internal()
 
 
 def _is_tensor(value: Any) -> bool:
@@ -211,8 +205,8 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     """Those of an object, and of a module without what torch and Lightning use themselves."""
     own = getattr(value, "__dict__", {})
-    hidden = _internal() - {"training"} if isinstance(value, torch.nn.Module) else ()
-    return [(name, each) for name, each in own.items() if name not in hidden]
+    is_module = isinstance(value, torch.nn.Module)
+    return [(name, each) for name, each in own.items() if not is_module or is_own(name)]
 
 
 def _place(tensor: torch.Tensor) -> int:
@@ -307,15 +301,30 @@ def _knows_none(way: Way) -> Any:
     raise LookupError(way)
 
 
+@torch.no_grad()
 def load_in_place(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state into the very groups and dictionaries that the optimizer has."""
+    """Load the state into the very groups, dictionaries and tensors that the optimizer has."""
     groups, states = optimizer.param_groups, optimizer.state
     known = list(groups)
     optimizer.load_state_dict(dict(state))
     for mine, theirs in zip(known, optimizer.param_groups, strict=True):
         mine.clear()
         mine.update(theirs)
-    fresh = dict(optimizer.state)
-    states.clear()
-    states.update(fresh)
+    for parameter in states.keys() - optimizer.state.keys():
+        del states[parameter]
+    for parameter, theirs in optimizer.state.items():
+        mine = states.setdefault(parameter, {})
+        if not isinstance(mine, dict) or not isinstance(theirs, dict):
+            states[parameter] = theirs
+            continue
+        kept = {name: _filled(mine.get(name), value) for name, value in theirs.items()}
+        mine.clear()
+        mine.update(kept)
     optimizer.param_groups, optimizer.state = groups, states
+
+
+def _filled(mine: Any, theirs: Any) -> Any:
+    """The tensor that is there, with the values of the other; else the other."""
+    if not (_is_tensor(mine) and _is_tensor(theirs)) or mine.shape != theirs.shape:
+        return theirs
+    return mine.copy_(theirs) if mine.dtype == theirs.dtype and lies_apart(mine) else theirs

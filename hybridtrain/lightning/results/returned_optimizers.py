@@ -116,6 +116,17 @@ class Trained:
         make = lambda: self._make(module, nothing, schedules)  # noqa: E731
         return made_or_none(make, "the optimizers") or ([], [])
 
+    def into(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint of the calling process, with what its optimizers do not know of themselves.
+
+        Without optimizers it has their states when training ended.
+        """
+        mine, then = checkpoint["optimizer_states"], self.saved["optimizer_states"]
+        if len(mine) != len(then):
+            return {**checkpoint, **self.saved}
+        both = [{**saved, **now} for saved, now in zip(then, mine, strict=True)]
+        return {**checkpoint, "optimizer_states": both}
+
     def _with_state(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, Form, dict[str, Any]]]:
         return zip(optimizers, self.optimizers, self.saved["optimizer_states"], strict=True)
 
