@@ -194,9 +194,8 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif kind in DICTS and len(value) <= _MOST_PARTS:
         yield from enumerate(value.values())
     elif isinstance(value, torch.nn.Module):
-        yield from value._parameters.items()
-        yield from value._buffers.items()
-        yield from value._modules.items()
+        yield from _tensors(value).items()
+        yield from value.named_children()
         yield from _attributes(value)
     elif not _has_state(value) and _is_users(kind):
         yield from _attributes(value)
@@ -207,6 +206,11 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     own = getattr(value, "__dict__", {})
     is_module = isinstance(value, torch.nn.Module)
     return [(name, each) for name, each in own.items() if not is_module or is_own(name)]
+
+
+def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Its own parameters and buffers."""
+    return dict((*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)))
 
 
 def _place(tensor: torch.Tensor) -> int:
@@ -225,8 +229,10 @@ def _content(value: Any, refer: Callable[[Any], Held | None]) -> Any:
             raise NotPlain
         return value.detach().to("cpu", copy=True)
     if isinstance(value, torch.nn.Module):
-        tensors = {**dict(value._parameters.items()), **dict(value._buffers.items())}
-        known = {name: None if t is None else refer(t) or copied(t) for name, t in tensors.items()}
+        known = {
+            name: refer(tensor) or copied(tensor.detach())
+            for name, tensor in _tensors(value).items()
+        }
         return known, attributes_of(_attributes(value), refer)
     if _has_state(value):
         return _sendable(value.state_dict())
@@ -279,7 +285,7 @@ def _fill_module(mine: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
     """Set what the layer has got in place of a parameter or buffer."""
     for name, theirs in tensors.items():
         if isinstance(theirs, torch.Tensor):
-            if name in mine._parameters:
+            if isinstance(getattr(mine, name, None), torch.nn.Parameter):
                 theirs = torch.nn.Parameter(theirs)
             setattr(mine, name, theirs)
 

@@ -9,41 +9,55 @@ Lightning's has. One worker alone keeps all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pytorch_lightning import LightningModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.hooks.points import Point, around
+from hybridtrain.training.step.trained_parameters import parameters_of
 
 _LOOKS = 8  # backward passes in which values are compared
 
 
 class ForeignSteps:
-    """Watches one worker's parameters.
+    """Watches those of one worker's parameters to which it alone could write.
 
     Args:
-        module: its class is named in messages.
-        parameters: those to which what one worker writes is lost, before this package has put
-            hooks on them; without any nothing is refused.
-        trained: the optimizers that Lightning steps.
+        module: with a trainer.
+        named: its parameters, before this package has put hooks on them.
+        optimizers: that Lightning steps.
+        requirements: say where parameters lie.
+        n_workers: W; one alone is not watched.
     """
 
     def __init__(
         self,
-        module: torch.nn.Module,
-        parameters: Sequence[torch.nn.Parameter],
-        trained: Callable[[], Sequence[torch.optim.Optimizer]],
+        module: LightningModule,
+        named: Iterable[tuple[str, torch.nn.Parameter]],
+        optimizers: Iterable[torch.optim.Optimizer],
+        requirements: Requirements,
+        n_workers: int,
     ) -> None:
-        self._name, self._trained = type(module).__name__, trained
-        self._parameters, self._known = parameters, set(map(id, parameters))
+        self._name = type(module).__name__
+        parameters = [parameter for _, parameter in named]
+        if requirements.parameters not in ("masters", "copy"):  # all share, or exchange, the others
+            stepped = {id(p) for each in optimizers for p in parameters_of(each)}
+            parameters = [p for p in parameters if id(p) not in stepped]
+        self._parameters = [] if n_workers == 1 else parameters
+        self._known = set(map(id, self._parameters))
         # ``p.data.add_()`` leaves no trace in a version; hooks are where it is done.
         self._hooked = [p for p in self._parameters if _is_hooked(p)]
         self._looks = _LOOKS if self._hooked else 0
-        self._watches = False
-        self._hook: Any = register_optimizer_step_pre_hook(self._see) if parameters else None
+        self._watches, self._hook = False, None
+        if self._parameters:
+            self._hook = register_optimizer_step_pre_hook(self._see)
+            around(Point.BACKWARD, module.trainer.precision_plugin, self.backward)
 
     def close(self) -> None:
         """Training is over."""
@@ -51,9 +65,7 @@ class ForeignSteps:
             self._hook.remove()
 
     def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._watches or any(optimizer is each for each in self._trained()):
-            return
-        if any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
+        if self._watches and any(id(p) in self._known for p in parameters_of(optimizer)):
             raise self._refusal(f"steps {type(optimizer).__name__}")
 
     @contextmanager

@@ -17,10 +17,8 @@ from pytorch_lightning.core.optimizer import do_nothing_closure
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.weak import TensorWeakRef
 
-from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
-from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
 from hybridtrain.lightning.preflight.strategy_checks import check_parameters, check_renormalised
 from hybridtrain.lightning.run_context import context_of
@@ -35,11 +33,7 @@ from hybridtrain.protocol.messages import Average, Averaged, Row, Writes
 from hybridtrain.training.session import Trained, WorkerSession
 from hybridtrain.training.step.guard import Guard, OnFault
 from hybridtrain.training.step.shared_buffers import shared
-from hybridtrain.training.step.trained_parameters import (
-    ordered_parameters,
-    parameters_of,
-    sparse_slots,
-)
+from hybridtrain.training.step.trained_parameters import ordered_parameters, sparse_slots
 from hybridtrain.training.step.worker_step import StepParts, WorkerStep
 from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import puts_off, takes_sparse
@@ -98,10 +92,7 @@ class Session(WorkerSession):
             self.averages,
             self.written,
         )
-        lost = _lost([p for _, p in named], stepped, requirements, client.n_workers)
-        self._foreign = ForeignSteps(module, lost, lambda: self._optimizers)
-        if lost:
-            around(Point.BACKWARD, self.trainer.precision_plugin, self._foreign.backward)
+        self._foreign = ForeignSteps(module, named, stepped, requirements, client.n_workers)
         on_fault = beside(context.on_fault, self.trainer)
         super().__init__(client, trained, requirements, context.exchange, context.update, on_fault)
         slots = self._store.layout.slots
@@ -460,21 +451,6 @@ class Session(WorkerSession):
         self._gathered.clear()
         self._broken_off = self._scaler is not None
         return loss.detach()
-
-
-def _lost(
-    parameters: Sequence[torch.nn.Parameter],
-    optimizers: Iterable[torch.optim.Optimizer],
-    requirements: Requirements,
-    n_workers: int,
-) -> list[torch.nn.Parameter]:
-    """Those to which what a worker writes within a mini-batch is lost, unless it is worker 0."""
-    if n_workers == 1:
-        return []
-    if requirements.parameters in ("masters", "copy"):
-        return list(parameters)
-    stepped = {id(p) for each in optimizers for p in parameters_of(each)}
-    return [p for p in parameters if id(p) not in stepped]
 
 
 # ---- gradients under manual optimization ---------------------------------------------------------
