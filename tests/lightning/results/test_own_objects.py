@@ -15,17 +15,21 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
+from pytorch_lightning.loggers import Logger
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning.results import held_objects
+from tests.lightning.spawnable import adam
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
 
 STRATEGIES = ("hybrid", "async", "synchronous", "hogwild", "local_sgd", "downpour")
 STRATEGY = pytest.mark.parametrize("strategy", by_default(STRATEGIES, "hybrid"))
+EQUAL = tuple(each for each in STRATEGIES if each != "downpour")  # with one worker, to one device
+ALIKE = pytest.mark.parametrize("strategy", by_default(EQUAL, "hybrid"))
 
 
 def run(strategy: Any, module: Any, *calls: str, workers: int = 1, **options: Any) -> pl.Trainer:
@@ -60,7 +64,7 @@ class Given(Regression):
     """Returns an optimizer and a schedule that it was given, by way of ``hands_over``."""
 
     def __init__(self, hands_over: str, kind: Any = torch.optim.SGD, **options: Any) -> None:
-        super().__init__()
+        super().__init__(adam)  # which can be sent
         options = options or {"momentum": 0.9}
         parameters = self.net[2] if hands_over == "with fewer groups" else self.net
         optimizer = kind(parameters.parameters(), lr=0.01, **options)
@@ -152,14 +156,14 @@ def after(strategy: Any, make: Callable[[], Any], n_fits: int, **options: Any) -
 
 
 @pytest.mark.parametrize("kind", by_default(MODULES, *MODULES))
-@STRATEGY
+@ALIKE
 def test_optimizers_of_the_caller_have_the_state_and_rates_of_one_device(
     strategy: str, kind: str
 ) -> None:
     """And a second training goes on with them."""
-    if kind == "manual optimization" and strategy in ("local_sgd", "downpour"):
+    if kind == "manual optimization" and strategy == "local_sgd":
         pytest.skip("refused")
-    if kind == "groups added in training" and strategy in ("local_sgd", "downpour"):
+    if kind == "groups added in training" and strategy == "local_sgd":
         pytest.skip("refused")
     assert alike(after(strategy, MODULES[kind], 2), after("auto", MODULES[kind], 2))
 
@@ -298,7 +302,7 @@ class Averaging(pl.Callback):
 
 @pytest.mark.parametrize("kind", [Shadow, Stateful, Torchs], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("where", ["attribute", "list", "callback"])
-@STRATEGY
+@ALIKE
 def test_averages_of_the_caller_are_those_of_one_device(
     strategy: str, where: str, kind: Any
 ) -> None:
@@ -425,6 +429,54 @@ def test_what_objects_of_own_classes_hold_is_in_the_very_objects(
     assert belongs.tensor is tensor and belongs.array is array and belongs.nested["a"] is inner
 
 
+class Restoring(pl.Callback):
+    """Puts a copy in the place of its list when its state is loaded."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+@STRATEGY
+def test_a_callback_keeps_its_own_list_where_its_state_has_a_copy(strategy: str) -> None:
+    seen: list[int] = []
+    callback = Restoring(seen)
+    run(strategy, Regression(), "fit", "fit", callbacks=[callback])
+    assert callback.seen is seen and len(seen) == 12
+
+
+class Rows(Logger):
+    """A logger of one's own, with a list of the caller."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        super().__init__()
+        self.rows = rows
+
+    name, version = "rows", 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@STRATEGY
+def test_a_logger_of_ones_own_has_its_rows(strategy: str) -> None:
+    rows: list[Any] = []
+    run(strategy, Regression(), "fit", "test", logger=Rows(rows), log_every_n_steps=2)
+    assert [step for step, _ in rows][:3] == [1, 3, 5]
+    assert "val/loss" in rows[-1][1] and len(rows) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_spawned_workers_fill_the_callers_objects_too(method: str) -> None:
@@ -455,18 +507,20 @@ class Elsewhere(pl.Callback):
         self.add = lambda: inside.append(1)
         self.own: list[int] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         SEEN.append(1)
+        trainer.seen = 1
         self.seen.append(1)
         self.add()
         self.own.append(1)
 
 
-def test_lists_of_closures_globals_and_classes_stay_in_the_worker() -> None:
+def test_what_is_in_closures_globals_classes_and_on_the_trainer_stays_in_the_worker() -> None:
     inside: list[int] = []
     callback = Elsewhere(inside)
-    run("hybrid", Regression(), "fit", callbacks=[callback])
+    trainer = run("hybrid", Regression(), "fit", callbacks=[callback])
     assert (inside, SEEN, Elsewhere.seen) == ([], [], []) and len(callback.own) == 6
+    assert not hasattr(trainer, "seen")
 
 
 class Samples(Dataset[Any]):
