@@ -15,7 +15,6 @@ attributes of objects whose classes the user has written. Weights come home on t
 from __future__ import annotations
 
 import pickle
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
@@ -43,11 +42,10 @@ from hybridtrain.lightning.results.plain_data import (
     class_name,
     content_of,
     copied,
+    is_users,
     resolved,
 )
-from hybridtrain.recording.run_description import is_installed
 from hybridtrain.training.step.shared_buffers import lies_apart
-from hybridtrain.util.reachable import is_framework
 
 _MOST = 20_000  # objects
 _MOST_PARTS = 1_000  # of a container that is looked into
@@ -125,15 +123,20 @@ class HeldObjects:
         return found
 
     @torch.no_grad()
-    def fill(self, contents: Mapping[Way, tuple[str, Any]]) -> None:
-        """In the calling process: put them into the objects; warn of those that cannot take it."""
+    def fill(self, contents: Mapping[Way, tuple[str, Any]], again: bool = False) -> None:
+        """In the calling process: put them into the objects; warn of those that cannot take it.
+
+        ``again``: but states and tensors, as a hook may have changed the others meanwhile.
+        """
         own = {_place(p) for _, p in self._parts_of_module() if _is_tensor(p)} - {0}
         for way, (kind, content) in contents.items():
             mine = self._objects.get(way)
             if mine is None or class_name(mine) != kind:
                 continue
-            if _is_tensor(mine) and _place(mine) in own:
+            if _is_tensor(mine) and (again or _place(mine) in own):
                 continue  # a view of weights, which are home
+            if again and _has_state(mine):
+                continue
             try:
                 _fill(mine, content, self.at)
             except LookupError:
@@ -161,12 +164,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _has_state(value: Any) -> bool:
-    """A schedule, an average, a scaler. Lightning's own objects are not asked."""
-    kind = type(value)
+    """An optimizer, a schedule; of a library an average or a scaler, but none of Lightning's."""
+    kind: type = type(value)
     if isinstance(value, Optimizer | LRScheduler):
         return True
     both = callable(getattr(kind, "state_dict", None)) and hasattr(kind, "load_state_dict")
-    return both and not kind.__module__.startswith(LIGHTNING)
+    return both and not is_users(kind) and not kind.__module__.startswith(LIGHTNING)
 
 
 def _is_looked_into(value: Any) -> bool:
@@ -175,16 +178,7 @@ def _is_looked_into(value: Any) -> bool:
         return False
     if kind in SEQUENCES or kind in DICTS or _is_tensor(value) or kind is np.ndarray:
         return True
-    return isinstance(value, torch.nn.Module) or _has_state(value) or _is_users(kind)
-
-
-@cache
-def _is_users(kind: type) -> bool:
-    """Whether it is neither of the standard library nor of an installed package."""
-    if kind.__module__ in ("__main__", "__mp_main__"):
-        return True
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return not is_framework(kind.__module__) and not (file and is_installed(file))
+    return isinstance(value, torch.nn.Module) or _has_state(value) or is_users(kind)
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -197,7 +191,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _tensors(value).items()
         yield from value.named_children()
         yield from _attributes(value)
-    elif not _has_state(value) and _is_users(kind):
+    elif not _has_state(value) and is_users(kind):
         yield from _attributes(value)
 
 

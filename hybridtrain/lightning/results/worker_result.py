@@ -137,10 +137,11 @@ def unpack(
     home.sizes.give(trainer, given or {})
     module = trainer.lightning_module
     give_to_module(module, home.module, held)
-    if heavy["trained"] is not None:
-        context_of(trainer).remember_training(heavy["trained"], home.sizes.total, held)
     held.fill(heavy["held"])
-    give_to_module(module, home.module, held)  # again: configure_optimizers has run here
+    if heavy["trained"] is not None:  # configure_optimizers runs here
+        context_of(trainer).remember_training(heavy["trained"], home.sizes.total, held)
+        held.fill(heavy["held"], again=True)
+        give_to_module(module, home.module, held)
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
         attach_module_callbacks(trainer)
     for callback, belongings in pairs(_all(trainer), home.callbacks):

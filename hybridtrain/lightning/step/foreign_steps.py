@@ -44,7 +44,7 @@ class ForeignSteps:
         requirements: Requirements,
         n_workers: int,
     ) -> None:
-        self._name = type(module).__name__
+        self._name, self._trainer = type(module).__name__, module.trainer
         parameters = [parameter for _, parameter in named]
         if requirements.parameters not in ("masters", "copy"):  # all share, or exchange, the others
             stepped = {id(p) for each in optimizers for p in parameters_of(each)}
@@ -65,7 +65,9 @@ class ForeignSteps:
             self._hook.remove()
 
     def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._watches and any(id(p) in self._known for p in parameters_of(optimizer)):
+        if not self._watches or any(optimizer is each for each in self._trainer.optimizers):
+            return
+        if any(id(p) in self._known for p in parameters_of(optimizer)):
             raise self._refusal(f"steps {type(optimizer).__name__}")
 
     @contextmanager

@@ -6,9 +6,10 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -427,6 +428,71 @@ def test_what_objects_of_own_classes_hold_is_in_the_very_objects(
     assert belongs.nested["b"]["c"] == {*range(1, n + 1)} and belongs.counted["steps"] == n
     assert belongs.steps is steps and belongs.last[0] is steps and callback.also[0] is steps
     assert belongs.tensor is tensor and belongs.array is array and belongs.nested["a"] is inner
+
+
+@dataclass
+class Step:
+    number: int
+    of: list[int]
+
+
+class Pair(NamedTuple):
+    number: int
+    of: list[int]
+
+
+class Recording(pl.Callback):
+    """Makes records in training; another callback is inside."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.steps: list[Any] = []
+        self.inner: Any = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.numbers.append(len(self.numbers))
+        self.steps += [Step(len(self.numbers), self.numbers), Pair(len(self.numbers), self.numbers)]
+        if self.inner is not None:
+            self.inner.on_train_batch_end()
+
+
+@STRATEGY
+def test_records_of_own_classes_that_training_makes_come_home(strategy: str) -> None:
+    callback = Recording()
+    callback.inner = Recording()
+    run(strategy, Regression(), "fit", callbacks=[callback])
+    for each in (callback, callback.inner):
+        numbers = each.numbers
+        assert len(numbers) == 6 and len(each.steps) == 12
+        assert each.steps[:2] == [Step(1, numbers), Pair(1, numbers)]
+        assert all(step.of is numbers for step in each.steps)
+
+
+class Node:
+    """Holds itself, by way of another."""
+
+    def __init__(self) -> None:
+        self.other: Any = None
+
+
+class Cyclic(pl.Callback):
+    def __init__(self) -> None:
+        self.node, self.made = Node(), None
+        self.node.other = [self.node, self]
+        self.n = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.n += 1
+        self.node.n = self.n
+        self.made = Node()
+        self.made.other = [self.made]
+
+
+def test_objects_that_hold_themselves_come_home_or_stay() -> None:
+    callback = Cyclic()
+    node = callback.node
+    run("hybrid", Regression(), "fit", callbacks=[callback])
+    assert callback.node is node and callback.n == node.n == 6 and callback.made is None
 
 
 class Restoring(pl.Callback):
