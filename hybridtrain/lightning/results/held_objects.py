@@ -303,7 +303,13 @@ def _knows_none(way: Way) -> Any:
 
 @torch.no_grad()
 def load_in_place(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state into the very groups, dictionaries and tensors that the optimizer has."""
+    """Load the state into the very groups, dictionaries and tensors that the optimizer has.
+
+    One that loads in a way of its own (around another optimizer) is left to it.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        optimizer.load_state_dict(dict(state))
+        return
     groups, states = optimizer.param_groups, optimizer.state
     known = list(groups)
     optimizer.load_state_dict(dict(state))

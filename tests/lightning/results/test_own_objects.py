@@ -137,6 +137,44 @@ MODULES: dict[str, Callable[[], Any]] = {
 }
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, with its groups and state."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base = base
+        self.share()
+
+    def share(self) -> None:
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+        self.share()
+
+
+class Wrapped(Given):
+    """An optimizer around the one that it was given."""
+
+    def __init__(self, hands_over: str) -> None:
+        super().__init__(hands_over)
+        self.around = Around(self.optimizer)
+        self.schedule = ExponentialLR(self.around, 0.9)
+        self.get = lambda: (self.around, self.schedule)
+
+
+def test_an_optimizer_around_another_one_still_shares_its_state_and_groups() -> None:
+    make = partial(Wrapped, "as attributes")
+    assert alike(after("hybrid", make, 2), after("auto", make, 2))
+    module = make()
+    run("hybrid", module, "fit")
+    assert module.around.param_groups is module.optimizer.param_groups
+    assert module.around.state is module.optimizer.state
+
+
 def held(optimizer: Any, schedule: Any) -> Any:
     rates = [group["lr"] for group in optimizer.param_groups]
     return deepcopy((optimizer.state_dict(), rates, schedule.state_dict()))
