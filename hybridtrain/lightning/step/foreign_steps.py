@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class ForeignSteps:
             self._hook.remove()
 
     def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._watches or any(optimizer is each for each in self._trainer.optimizers):
+        if not self._watches or any(map(partial(_has, optimizer), self._trainer.optimizers)):
             return
         if any(id(p) in self._known for p in parameters_of(optimizer)):
             raise self._refusal(f"steps {type(optimizer).__name__}")
@@ -100,6 +101,11 @@ class ForeignSteps:
             "configure_optimizers (with automatic_optimization=False, self.optimizers() steps it "
             "by hand), or use one worker"
         )
+
+
+def _has(inner: torch.optim.Optimizer, optimizer: Any) -> bool:
+    """Whether it is this optimizer, or the one in it, which its own methods step."""
+    return inner is optimizer or any(inner is each for each in vars(optimizer).values())
 
 
 def _is_hooked(parameter: torch.nn.Parameter) -> bool:
