@@ -93,15 +93,30 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link + anchor
 
 
-def test_the_tests_that_hold_faults_exist() -> None:
-    pages = [(ROOT / "docs/faults" / name).read_text() for name in ("found.md", "gpu.md")]
-    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", "".join(pages))
-    missing = [
+def named_tests(text: str) -> tuple[int, list[str]]:
+    """How many tests it names, and those that do not exist."""
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text)
+    return len(named), [
         f"{path}::{test}"
         for path, test in named
         if not re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE)
     ]
-    assert len(named) > 90 and missing == []
+
+
+def test_the_tests_that_hold_faults_exist() -> None:
+    pages = [(ROOT / "docs/faults" / name).read_text() for name in ("found.md", "gpu.md")]
+    n_named, missing = named_tests("".join(pages))
+    assert n_named > 90 and missing == []
+
+
+def test_each_row_of_what_comes_home_names_a_test_that_exists() -> None:
+    text = (ROOT / "docs/comes_home.md").read_text()
+    heads = ("| ---", "| object |")
+    rows = [x for x in text.splitlines() if x.startswith("| ") and not x.startswith(heads)]
+    found = [named_tests(row) for row in rows]
+    assert len(rows) > 15 and {n_named for n_named, _ in found} == {1}
+    assert [missing for _, missing in found if missing] == []
+    assert len(text.splitlines()) <= 45
 
 
 def test_the_readme_is_a_front_page() -> None:

@@ -23,6 +23,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.hosts.agreement import checkpoint_of_host_0
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0, place_of
 from hybridtrain.lightning.preflight.machine_checks import check_loader
+from hybridtrain.lightning.results.held_objects import HeldObjects
 from hybridtrain.lightning.results.returned_optimizers import Trained
 from hybridtrain.recording.run_description import Recording
 from hybridtrain.util.attributes import temporarily
@@ -125,14 +126,16 @@ class HostMemoryStrategy(ParallelStrategy):
         """Measure this worker's need of its device."""
         self.device_memory.measure(self.root_device, self.workers_per_device, self.local_rank)
 
-    def remember_training(self, trained: Trained, updates: float | None) -> None:
+    def remember_training(self, trained: Trained, updates: float | None, held: HeldObjects) -> None:
         """In the calling process: keep what was trained for its checkpoints and optimizers.
 
         ``updates``: that worker 0 has expected, for ``trainer.estimated_stepping_batches``.
         """
         self._trained, self._trained_updates = trained, updates
-        self._lacks_optimizers = True
         answer_for_all_workers()
+        made = trained.come_home(self.lightning_module, held)
+        self._lacks_optimizers = made is None
+        self.optimizers, self._schedules = made or ([], [])
 
     def expected_total(self) -> float | None:
         """The updates of the whole training; ``None``: ask Lightning."""
@@ -174,7 +177,7 @@ class HostMemoryStrategy(ParallelStrategy):
         return self._loaders.restore(checkpoint, f"ckpt_path={checkpoint_path}")
 
     def _make_returned_optimizers(self) -> None:
-        """In the calling process, after training: make the optimizers on first use."""
+        """In the calling process, if they could not be made where training ended: warn of it."""
         if self._lacks_optimizers and self._client is None and self._trained is not None:
             self._lacks_optimizers = False  # before the user's hook runs
             self.optimizers, self._schedules = self._trained.made_here(self.lightning_module)
@@ -208,7 +211,7 @@ class HostMemoryStrategy(ParallelStrategy):
         if self._loaders is not None:
             checkpoint = self._loaders.write(checkpoint)
         if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
-            checkpoint = {**checkpoint, **self._trained.saved}
+            checkpoint = self._trained.into(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def random_numbers(self, together: bool = False) -> Any:

@@ -50,6 +50,7 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     check_trainer,
     check_transport,
 )
+from hybridtrain.lightning.results.held_objects import HeldObjects
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import context_of, strategy_of
@@ -140,6 +141,7 @@ class HybridLauncher(Launcher):
         job.room = scratch.path
         check_startup(strategy, method, start.threads, usable_cores(), job)
         job.look_through(forked=method == "fork")
+        held = HeldObjects(trainer)
         try:
             if strategy.node_rank > 0:
                 results = self._relay(job, start)
@@ -148,8 +150,8 @@ class HybridLauncher(Launcher):
                     trainer, job.given(), scratch, partial(self._begin, job, start)
                 )
         except Interrupted as interruption:
-            self._interrupt(interruption, trainer, scratch)
-        return unpack(trainer, results, scratch, job.given())
+            self._interrupt(interruption, trainer, held, scratch)
+        return unpack(trainer, results, held, scratch, job.given())
 
     def _begin(self, job: _Job, start: StartOptions, others: Hosts | None) -> list[Any]:
         """Train, and begin anew if all workers are lost before any has told its progress."""
@@ -205,11 +207,11 @@ class HybridLauncher(Launcher):
                 strategy.remember_stats(server.statistics.stats() | faults | kept)
 
     def _interrupt(
-        self, interruption: Interrupted, trainer: pl.Trainer, scratch: Scratch
+        self, interruption: Interrupted, trainer: pl.Trainer, held: HeldObjects, scratch: Scratch
     ) -> NoReturn:
         """A signal ended the run: save what is finished, then raise what Lightning raises."""
         self._strategy.interrupt(interruption.signum)
-        save_finished(trainer, interruption.results, scratch)
+        save_finished(trainer, interruption.results, held, scratch)
         if interruption.signum != signal.SIGINT:
             sys.exit(128 + interruption.signum)
         raise KeyboardInterrupt from None
@@ -217,8 +219,9 @@ class HybridLauncher(Launcher):
     def _play(self, instead: Runner, job: _Job) -> Any:
         """Run the workers in this process."""
         self._strategy.keeping.is_whole()
+        held = HeldObjects(job.trainer)
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
-        return unpack(job.trainer, results, given=job.given()) if results else None
+        return unpack(job.trainer, results, held, given=job.given()) if results else None
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent sees the signal itself, and sends ``Stop`` to its workers."""
@@ -360,6 +363,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     forget_process_group()
     gather_by_keys()
     trainer: Any = job.trainer
+    held = HeldObjects(trainer)
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)
     leave_signals_alone(trainer)  # the parent handles them
@@ -375,10 +379,10 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         resumed = {} if back is None else {"ckpt_path": MEMORY}
         returned = job.function(**job.given() | resumed)
         client.gather("the way home", None)  # or the packing worker could be lost unnoticed
-        return pack(trainer, returned, job.room)
+        return pack(trainer, returned, held, job.room)
     except TunerExit:  # after a search for a learning rate without training
         tear_down(trainer)
-        return pack(trainer, None, job.room)
+        return pack(trainer, None, held, job.room)
     except StopRequested as stop:
         context.exchange_last_steps()
         client.note(Stopped(left=left_behind(trainer)))

@@ -140,7 +140,7 @@ def users_code() -> dict[str, str]:
     found = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if isinstance(path, str) and path.endswith(".py") and not path.startswith(_installed()):
+        if isinstance(path, str) and path.endswith(".py") and not is_installed(path):
             found[path] = hash_of_file(Path(path))
     return {_short(path): found[path] for path in sorted(found) if found[path]}
 
@@ -163,6 +163,11 @@ def _short(path: str) -> str:
     """Relative to the working directory, if it lies below."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def is_installed(path: str) -> bool:
+    """Whether a source file is the standard library's, a package's, or this package's."""
+    return path.startswith(_installed())
 
 
 @cache

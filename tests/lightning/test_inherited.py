@@ -30,6 +30,7 @@ from hybridtrain.recording import find_record, read_record
 from hybridtrain.schemes import parts_of
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
+from tests.picking import by_default
 
 N = 36
 FUNCTIONS = ("fit", "validate", "test", "predict")
@@ -191,6 +192,53 @@ def test_a_generator_of_the_data_is_one_warning_under_each_start_method(method: 
 
 
 # ---- files that callbacks write -----------------------------------------------------------------
+
+
+class Pruning(pl.Callback):
+    """As Optuna's own: reports to a trial, and asks it."""
+
+    def __init__(self, trial: Any) -> None:
+        self.trial = trial
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            self.trial.report(float(self.trial.number), trainer.current_epoch)
+        if self.trial.should_prune():
+            raise pytest.importorskip("optuna").TrialPruned
+
+
+@pytest.mark.parametrize("method", by_default(["fork", "spawn"], "fork"))
+def test_a_study_in_memory_is_named_before_workers_start(method: str) -> None:
+    optuna = pytest.importorskip("optuna", reason="studies need the extra `sweep`")
+    study = optuna.create_study()
+    job, line = (
+        optuna.trial.Trial(study, study.ask()._trial_id),
+        r"callbacks\[0\]\.trial\.\S+ is an ",
+    )
+    trainer = make_trainer(
+        HybridStrategy(start_method=method), 1, max_epochs=1, callbacks=[Pruning(job)]
+    )
+    with pytest.warns(UserWarning, match=line + "Optuna study in this process' memory"):
+        trainer.fit(SpawnRegression(), DataLoader(regression_data(8), 4))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_study_in_a_storage_that_processes_share_prunes(tmp_path: Path, workers: int) -> None:
+    optuna = pytest.importorskip("optuna", reason="studies need the extra `sweep`")
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    def objective(trial: Any) -> float:
+        trainer = make_trainer("hybrid", workers, max_epochs=2, callbacks=[Pruning(trial)])
+        trainer.fit(Regression(), DataLoader(regression_data(16), 4))
+        return 1.0
+
+    study = optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(tmp_path / "study.log"))),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=0),
+    )
+    study.optimize(objective, n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
 
 
 class Writing(pl.Callback):

@@ -206,6 +206,7 @@ NOT_LIGHTNINGS = {
     ("lightning/preflight/machine_checks.py", "_trainer"): "a list of attributes that are no parts",
     ("report/runs.py", "_step"): "the end of a metric's name",
     ("util/reachable.py", "_modules"): "of torch",
+    ("lightning/step/foreign_steps.py", "_version"): "of torch",
     ("lightning/step/session.py", "_version"): "of torch",
     ("training/step/remote_state.py", "_version"): "of torch",
     ("tasks/speech/datamodule.py", "_cache"): "of that class",

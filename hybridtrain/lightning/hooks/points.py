@@ -92,7 +92,7 @@ class Point(Enum):
     )
     # precision plugin
     CLIP = "clip_gradients", "HybridStrategy.record_clip Session.average_own"
-    BACKWARD = "backward", "HybridStrategy.backward_and_average"
+    BACKWARD = "backward", "HybridStrategy.backward_and_average ForeignSteps.backward"
     # session
     AVERAGE = "average", "Absence.gradients_are_there"
     # client

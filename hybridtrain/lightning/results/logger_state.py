@@ -26,7 +26,8 @@ from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import WRITER, set_writer, writer_of
-from hybridtrain.lightning.results.callback_state import give_plain, plain_attributes
+from hybridtrain.lightning.results.held_objects import HeldObjects, set_attributes
+from hybridtrain.lightning.results.plain_data import Refer, attributes_of, nothing_held
 from hybridtrain.util.files import read_text, write_whole
 
 Row = dict[str, Any]
@@ -65,19 +66,21 @@ def identity(logger: Logger) -> dict[str, Any]:
     return {k: v for k, v in known if isinstance(v, str | int | float | None) and k != WRITER}
 
 
-def of_logger(logger: Any) -> dict[str, dict[str, Any]]:
+def of_logger(logger: Any, refer: Refer = nothing_held) -> dict[str, dict[str, Any]]:
     """In worker 0: the plain attributes of a logger, and of a CSV logger's writer."""
-    own = plain_attributes(logger, lambda name: name != WRITER)
+    own = attributes_of(((k, v) for k, v in vars(logger).items() if k != WRITER), refer)
     writer = writer_of(logger) if isinstance(logger, CSVLogger) else None
-    return {"own": own, "writer": {} if writer is None else plain_attributes(writer)}
+    return {"own": own, "writer": {} if writer is None else attributes_of(vars(writer).items())}
 
 
-def give_to_logger(logger: Any, brought: dict[str, dict[str, Any]]) -> None:
+def give_to_logger(
+    logger: Any, brought: dict[str, dict[str, Any]], held: HeldObjects | None = None
+) -> None:
     """In the calling process."""
-    give_plain(logger, brought["own"])
+    set_attributes(logger, brought["own"], held)
     writer = writer_of(logger)
     if writer is not None and brought["writer"]:
-        give_plain(writer, brought["writer"])
+        set_attributes(writer, brought["writer"], None)
 
 
 class _Reopened(ExperimentWriter):

@@ -28,14 +28,13 @@ from hybridtrain.lightning.participation.logged_metrics import metrics_of
 from hybridtrain.lightning.results.callback_state import (
     CallbackState,
     ModuleState,
-    give_plain,
-    give_state,
+    give_to_callback,
     give_to_module,
     of_callback,
     of_module,
     pairs,
-    resumes_by_state,
 )
+from hybridtrain.lightning.results.held_objects import HeldObjects
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
 from hybridtrain.lightning.results.returned_optimizers import Trained
 from hybridtrain.lightning.results.returned_training import Sizes, load_weights
@@ -66,7 +65,9 @@ class WorkerResult:
     outputs: Outputs | None
 
 
-def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | Outputs | None:
+def pack(
+    trainer: pl.Trainer, returned: Any, held: HeldObjects, room: str = ""
+) -> WorkerResult | Outputs | None:
     """In every worker, at the end: worker 0's result, the other workers' predictions.
 
     ``room``: the path of the calling process's scratch file, if it has one.
@@ -78,6 +79,9 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
     weights, outputs = module.state_dict(), collect(trainer)
     if not trainer.is_global_zero:
         return outputs
+    fits = trainer.state.fn == "fit"
+    stepped: list[Any] = [*trainer.optimizers] if fits else []
+    stepped += [config.scheduler for config in trainer.lr_scheduler_configs] if fits else []
     heavy = {
         "weights": weights,
         "parameters": {
@@ -85,7 +89,8 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
             for name, parameter in module.named_parameters(remove_duplicate=False)
         },
         "buffers": dict(module.named_buffers(remove_duplicate=False)),
-        "trained": Trained.of(trainer) if trainer.state.fn == "fit" else None,
+        "trained": Trained.of(trainer, held) if fits else None,
+        "held": held.contents({id(each) for each in stepped}),
     }
     return WorkerResult(
         returned=None if outputs is not None else returned,
@@ -94,10 +99,10 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
         tensors=as_bytes(metrics_of(trainer, collects=True)),
         trainer_state=trainer.state,
         progress=_progress(trainer),
-        callbacks=[of_callback(c, module) for c in _all(trainer)],
-        module=of_module(module),
+        callbacks=[of_callback(c, module, held.refer) for c in _all(trainer)],
+        module=of_module(module, held.refer),
         before_configuring=context_of(trainer).before_configuring,
-        loggers=[of_logger(logger) for logger in trainer.loggers],
+        loggers=[of_logger(logger, held.refer) for logger in trainer.loggers],
         sizes=Sizes.of(trainer),
     )
 
@@ -105,12 +110,13 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
 def unpack(
     trainer: pl.Trainer,
     results: Sequence[WorkerResult | Outputs | None],
+    held: HeldObjects,
     scratch: Scratch | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Any:
     """In the parent: take over worker 0's state; return the result of the trainer's method.
 
-    ``given``: the arguments of that method.
+    ``held``: what there was when the run started; ``given``: the arguments of that method.
 
     Raises:
         RuntimeError: if worker 0 died before it had packed.
@@ -129,28 +135,33 @@ def unpack(
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
     home.sizes.give(trainer, given or {})
-    if heavy["trained"] is not None:
-        context_of(trainer).remember_training(heavy["trained"], home.sizes.total)
-    give_to_module(trainer.lightning_module, home.module)
+    module = trainer.lightning_module
+    give_to_module(module, home.module, held)
+    held.fill(heavy["held"])
+    if heavy["trained"] is not None:  # configure_optimizers runs here
+        context_of(trainer).remember_training(heavy["trained"], home.sizes.total, held)
+        held.fill(heavy["held"], again=True)
+        give_to_module(module, home.module, held)
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
         attach_module_callbacks(trainer)
     for callback, belongings in pairs(_all(trainer), home.callbacks):
-        give_plain(callback, belongings.plain)
-        if not resumes_by_state(callback):
-            give_state(callback, trainer.lightning_module, belongings.state)
+        give_to_callback(callback, module, belongings, held)
     context_of(trainer).keeping.forget_lost(trainer)
     for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
-        give_to_logger(logger, brought)
+        give_to_logger(logger, brought, held)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
 
 
 def save_finished(
-    trainer: pl.Trainer, results: Sequence[WorkerResult | Outputs | None], scratch: Scratch
+    trainer: pl.Trainer,
+    results: Sequence[WorkerResult | Outputs | None],
+    held: HeldObjects,
+    scratch: Scratch,
 ) -> None:
     """In the parent, after a signal when workers had finished training, so that none saves."""
     if trainer.state.fn != "fit" or not any(isinstance(each, WorkerResult) for each in results):
         return
-    unpack(trainer, results, scratch)
+    unpack(trainer, results, held, scratch)
     context_of(trainer).keeping.is_whole()
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder:

@@ -22,6 +22,7 @@ from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
 from hybridtrain.lightning.preflight.strategy_checks import check_parameters, check_renormalised
 from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.step.foreign_steps import ForeignSteps
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, beside
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final, is_hooked
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
@@ -91,6 +92,7 @@ class Session(WorkerSession):
             self.averages,
             self.written,
         )
+        self._foreign = ForeignSteps(module, named, stepped, requirements, client.n_workers)
         on_fault = beside(context.on_fault, self.trainer)
         super().__init__(client, trained, requirements, context.exchange, context.update, on_fault)
         slots = self._store.layout.slots
@@ -109,6 +111,7 @@ class Session(WorkerSession):
 
     def close(self) -> None:
         super().close()
+        self._foreign.close()
         self._meant.close()
 
     def _is_handed_over(self) -> None:
@@ -418,7 +421,8 @@ class Session(WorkerSession):
         try:
             if self._requirements.backs_up:
                 self._client.check_need()
-            output = step()
+            with self._foreign.refused():
+                output = step()
             self.average_own()  # what a later mini-batch will step
         except NotNeeded:
             output = None

@@ -9,7 +9,8 @@ read. A worker that has missed a round finds another round's number there, and w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import ItemsView
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,7 +20,21 @@ from hybridtrain.worker.client import Client
 
 _TAG_BYTES = align(8)  # the version, before the buffers
 
-Named = list[tuple[dict[str, torch.Tensor | None], str]]  # a module's buffers, and one's name
+
+class Buffers(Protocol):
+    """A module's ``_buffers``: a dict, or of a scripted module an object with these methods."""
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __getitem__(self, name: str, /) -> torch.Tensor | None: ...
+
+    def __setitem__(self, name: str, buffer: torch.Tensor | None, /) -> None: ...
+
+    def items(self) -> ItemsView[str, torch.Tensor | None]:
+        """Names and buffers."""
+
+
+Named = list[tuple[Buffers, str]]  # a module's buffers, and one's name
 
 
 class SharedBuffers:
@@ -124,14 +139,14 @@ class SharedBuffers:
 
 def shared(module: torch.nn.Module) -> Named:
     """The buffers that can be shared: dense ones, whose elements lie apart. Each once."""
-    found: dict[int, tuple[dict[str, torch.Tensor | None], str]] = {}
+    found: dict[int, tuple[Buffers, str]] = {}
     for each in kept(module, copies=False).values():
         if each.buffer is not None and lies_apart(each.buffer):
             found.setdefault(id(each.buffer), (each.buffers, each.name))
     return list(found.values())
 
 
-def put(buffers: dict[str, torch.Tensor | None], name: str, value: torch.Tensor | None) -> None:
+def put(buffers: Buffers, name: str, value: torch.Tensor | None) -> None:
     """Write into the tensor that is there, or where it has another shape, put another there."""
     here = buffers[name]
     if here is not None and value is not None and here.shape == value.shape and lies_apart(here):
@@ -143,7 +158,7 @@ def put(buffers: dict[str, torch.Tensor | None], name: str, value: torch.Tensor 
 class Kept(NamedTuple):
     """A buffer as it was: where it is kept, its name there, the tensor, and a copy of it."""
 
-    buffers: dict[str, torch.Tensor | None]
+    buffers: Buffers
     name: str
     buffer: torch.Tensor | None
     value: torch.Tensor | None
@@ -151,7 +166,8 @@ class Kept(NamedTuple):
     @property
     def now(self) -> torch.Tensor | None:
         """The tensor that is there now: the module may have assigned another."""
-        return self.buffers.get(self.name)
+        here = self.buffers
+        return here[self.name] if self.name in here else None  # noqa: SIM401  (it may have no get)
 
     def put_back(self) -> None:
         """The same tensor, with its value."""

@@ -7,8 +7,9 @@ A fork copies memory, but neither threads nor what the kernel keeps of an open f
   has a position of its own. Files that are only written keep the common position, so what workers
   write lies one behind the other.
 - Finalizers. Those of the parent are not a worker's; those that it makes itself run at its end.
-- Objects. Before the fork a :class:`~hybridtrain.util.reachable.Walk` looks at what data, model and
-  callbacks hold. Pools are made anew in each worker. What no worker can use is said in one line.
+- Objects. Before workers start a :class:`~hybridtrain.util.reachable.Walk` looks at what data,
+  model and callbacks hold. Pools are made anew in each worker. What no worker can use is said in
+  one line.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ def look_through(
     paths: defaultdict[str, list[str]] = defaultdict(list)  # by what is wrong
     for reached in walk:
         judge = reached.mark
-        if not (forked or judge is _generator):
+        if not (forked or judge in _ALWAYS):
             continue
         if (line := judge(_Case(reached, n_workers, reached.part in data))) is not None:
             paths[line].append(reached.path)
@@ -448,6 +449,15 @@ def _of_process() -> Iterator[Any]:
     yield torch.default_generator
 
 
+def _study(case: _Case) -> str | None:
+    """Of Optuna, in memory."""
+    return (
+        "is an Optuna study in this process' memory: what a worker reports to it stays in the "
+        "worker, so nothing is pruned; give create_study a storage that processes share, as "
+        'storage=JournalStorage(JournalFileBackend("study.log"))'
+    )
+
+
 def _nothing(case: _Case) -> str | None:
     """It is not looked into."""
     return None
@@ -472,8 +482,10 @@ _JUDGES: dict[str, _Judge] = {
     "numpy.random._generator.Generator": _generator,
     "numpy.random.mtrand.RandomState": _generator,
     "torch._C.Generator": _generator,
+    "optuna.storages._in_memory.InMemoryStorage": _study,
     "logging.Logger": _nothing,
 }
+_ALWAYS = (_generator, _study)  # also where workers get pickles
 
 
 def _judge_of(kind: type) -> _Judge | None:

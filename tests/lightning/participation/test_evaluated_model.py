@@ -65,6 +65,24 @@ def validated(strategy: str, workers: int, module: pl.LightningModule, **options
     assert then == pytest.approx(now["loss"], rel=1e-6)
 
 
+class Scripted(Normed):
+    """Layers of ``torch.jit.script``, whose buffers are in no dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.jit.script(self.net)
+
+
+@pytest.mark.parametrize("workers", by_default([1, 2], 2))
+@pytest.mark.parametrize(
+    "strategy", by_default([x for x in STRATEGIES if x not in REFUSED], "hybrid", "async", "easgd")
+)
+def test_scripted_layers_are_validated_with_their_buffers(strategy: str, workers: int) -> None:
+    module = Scripted()
+    validated(strategy, workers, module)
+    assert module.net[1].running_mean.abs().sum() > 0
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
