@@ -129,7 +129,8 @@ class Collectives:
 
     def _check_that_others_come(self, tag: str) -> None:
         if self.alone and self._client.n_workers > 1 and not self._client.solo:
-            raise UserError(f"a collective ('{tag}') was called {self.alone}")
+            name = tag.partition(CALLED_AT)[0]
+            raise UserError(f"a collective ('{name}') was called {self.alone}")
 
     def barrier(self, name: str) -> None:
         """Wait for all workers."""
