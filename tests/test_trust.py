@@ -19,6 +19,7 @@ PICKLES = {
     "worlds/hosts/transport.py": "another host, which has shown that it holds the run's key",
     "worlds/local/channel.py": "the parent or a worker, over an inherited socket",
     "worlds/local/worker_exit.py": "a worker, over an inherited socket",
+    "lightning/results/plain_data.py": "this process: a class, to see whether it has a name",
 }
 NEVER = {"eval", "exec", "compile", "__import__"}
 MODULES = {"shelve", "marshal", "dill", "cloudpickle", "joblib", "dbm"}
