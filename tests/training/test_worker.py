@@ -588,7 +588,10 @@ def test_data_keep_their_form() -> None:
         (lambda: Server(X, optimizer={"name": "sgd", "rate": 1}), "optimizer.rate was given"),
         (lambda: Server(X, optimizer={"name": "sgd", "lr": -1.0}), "Invalid learning rate"),
         (lambda: Server(X, optimizer={"name": "lbfgs"}), r"optimizer=lbfgs was given.*sandblaster"),
-        (lambda: Server(X, policy=Server, optimizer=SGD), "policy=Server was given, which is a class"),
+        (
+            lambda: Server(X, policy=Server, optimizer=SGD),
+            "policy=Server was given, which is a class",
+        ),
         (lambda: Server(np.zeros((0, 2)), optimizer=SGD), r"has no elements, shape \(0, 2\)"),
         (lambda: Server(X), "no optimizer was given"),
         (lambda: Server(X, "local_sgd", update="mean"), "no optimizer was given"),
