@@ -20,12 +20,12 @@ from hybridtrain.registration import register_strategies
 if TYPE_CHECKING:
     from hybridtrain.cli.telemetry.progress import PlainProgress
     from hybridtrain.lightning.replay.replay_fit import rehearse_fit, replay_fit
+    from hybridtrain.lightning.simulate_strategy import simulate_strategy
     from hybridtrain.lightning.step_profiler import StepProfiler
     from hybridtrain.lightning.strategy import HybridStrategy
-    from hybridtrain.simulate.from_python import simulate_strategy
-    from hybridtrain.training.deepdist import DeepDist
-    from hybridtrain.training.server import Server
-    from hybridtrain.training.worker import Worker
+    from hybridtrain.standalone.deepdist import DeepDist
+    from hybridtrain.standalone.server import Server
+    from hybridtrain.standalone.worker import Worker
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,15 +46,15 @@ decide_by_environment()
 
 
 _LATER = {
-    "DeepDist": "hybridtrain.training.deepdist",
+    "DeepDist": "hybridtrain.standalone.deepdist",
     "HybridStrategy": "hybridtrain.lightning.strategy",
     "PlainProgress": "hybridtrain.cli.telemetry.progress",
-    "Server": "hybridtrain.training.server",
+    "Server": "hybridtrain.standalone.server",
     "StepProfiler": "hybridtrain.lightning.step_profiler",
-    "Worker": "hybridtrain.training.worker",
+    "Worker": "hybridtrain.standalone.worker",
     "rehearse_fit": "hybridtrain.lightning.replay.replay_fit",
     "replay_fit": "hybridtrain.lightning.replay.replay_fit",
-    "simulate_strategy": "hybridtrain.simulate.from_python",
+    "simulate_strategy": "hybridtrain.lightning.simulate_strategy",
 }
 
 

@@ -18,8 +18,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from hybridtrain.engine.options.schemes import SCHEMES, parts_of
 from hybridtrain.lightning_package import PACKAGES, admit, decide, refuse_malicious, refuse_mixture
-from hybridtrain.schemes import SCHEMES, parts_of
 
 NAMES = (
     *("hybrid", "async", "synchronous", "backup", "k_async", "k_batch_sync", "k_batch_async"),

@@ -15,5 +15,5 @@ for task in digits speech; do
   run sandblaster strategy=sandblaster
   run downpour strategy=downpour optimizer=adagrad optimizer.lr=0.02
   run hybrid strategy=hybrid
-  "$python" -m hybridtrain.compare "$out/$task"
+  "$python" -m hybridtrain compare "$out/$task"
 done

@@ -32,7 +32,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.tasks.hogwild.sparse_svm import ExamplesData, SparseSvm
 from hybridtrain.tasks.hogwild.text_examples import Examples
 from hybridtrain.util.arguments import command
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.service_times import ServiceTimes
 
 MU, RATE, DECAY = 1.0, 0.1, 0.8
 Curve = list[tuple[float, float]]  # seconds since the first step, and the objective then

@@ -41,8 +41,8 @@ from benchmarks.jobs.models import MODELS, Trained, loader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.cli.quiet import hush_lightning
+from hybridtrain.engine.options.schemes import parts_of
 from hybridtrain.errors import UserError
-from hybridtrain.schemes import parts_of
 from hybridtrain.util.arguments import command, options
 
 KNOWN = ("hosts", "models", "links", "ways", "seconds", "repeats")

@@ -3,7 +3,7 @@
     python scripts/plan.py [--runs FOLDER] [--only digits-3-3 ...] [--tolerance 0.05]
 
 Three models (handwritten digits, speech, a small transformer on text) are each trained once, under
-``hybrid`` with two equal workers. From that record alone ``python -m hybridtrain.plan`` ranks
+``hybrid`` with two equal workers. From that record alone ``python -m hybridtrain plan`` ranks
 strategies for 2 to 4 workers of which one is three times slower; then each strategy is trained so.
 Every mini-batch sleeps a quarter of a second, so that two cores are enough for four workers; the
 slow worker's last longer by the fault ``slow``. A ranking is right if no pair of strategies whose
@@ -30,8 +30,8 @@ import pytorch_lightning as pl
 from planned_models import MADE
 
 from hybridtrain import HybridStrategy
-from hybridtrain.plan import main as plan
-from hybridtrain.plan import steady_samples_per_s
+from hybridtrain.cli.commands.plan import main as plan
+from hybridtrain.virtual.plan import steady_samples_per_s
 
 STRATEGIES = ("hybrid", "backup", "async", "ssp")
 MODULES = "planned_models"

@@ -21,19 +21,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hybridtrain.errors import UserError  # noqa: E402
-from hybridtrain.report.charts import Series  # noqa: E402
-from hybridtrain.report.svg import document, rect, strokes, text  # noqa: E402
-from hybridtrain.report.timeline import picture  # noqa: E402
-from hybridtrain.schemes import SCHEMES  # noqa: E402
-from hybridtrain.server.timeline import Timeline  # noqa: E402
-from hybridtrain.simulate import SimulationRow, StrategySpec, parse, simulate  # noqa: E402
-from hybridtrain.updates.delay_tolerant import (  # noqa: E402
+from hybridtrain.cli.commands.simulate_options import parse  # noqa: E402
+from hybridtrain.engine.options.schemes import SCHEMES  # noqa: E402
+from hybridtrain.engine.server.timeline import Timeline  # noqa: E402
+from hybridtrain.engine.updates.delay_tolerant import (  # noqa: E402
     AdaDelay,
     AdaptiveRevision,
     AsyncAdaDA,
 )
+from hybridtrain.errors import UserError  # noqa: E402
+from hybridtrain.report.charts import Series  # noqa: E402
+from hybridtrain.report.svg import document, rect, strokes, text  # noqa: E402
+from hybridtrain.report.timeline import picture  # noqa: E402
 from hybridtrain.util.arguments import command, options  # noqa: E402
+from hybridtrain.virtual import SimulationRow, StrategySpec, simulate  # noqa: E402
 
 PAGES, ROWS = ROOT / "docs" / "schemes", ROOT / "conf" / "strategy"
 BEGIN, END = "<!-- knobs: scripts/scheme_pages.py -->", "<!-- end -->"
@@ -153,7 +154,7 @@ def timeline_command(name: str) -> list[str]:
 
 def timeline_text(name: str) -> str:
     """What a page shows and says of it."""
-    said = f"`python -m hybridtrain.simulate {' '.join(timeline_command(name))} report=timeline`"
+    said = f"`python -m hybridtrain simulate {' '.join(timeline_command(name))} report=timeline`"
     if name in TIMED_WAYS:
         said = f"`scripts/scheme_pages.py`, with {EARLY['every']}"
     shows = f"Timeline of four workers under {name}: computing, waiting, dropped, and updates"

@@ -35,11 +35,11 @@ from benchmarks.machine import in_short, machine
 
 from hybridtrain import StepProfiler
 from hybridtrain.cli.quiet import hush_lightning
+from hybridtrain.engine.profiling.time_spans import MEANINGS, Phase
+from hybridtrain.engine.worlds.channel import Channel
 from hybridtrain.errors import UserError
-from hybridtrain.profiling.time_spans import MEANINGS, Phase
 from hybridtrain.registration import NAMES
 from hybridtrain.util.arguments import command, options
-from hybridtrain.worlds.local.channel import Channel
 
 MODEL, FIRST = "mlp-small", 100  # steps that do not count
 KNOWN = ("strategies", "workers", "seconds", "data", "doc")

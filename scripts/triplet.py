@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.options.schemes import parts_of
+from hybridtrain.engine.updates.sparse.row_optimizers import RowAdam, SparseMomentum
 from hybridtrain.errors import UserError
-from hybridtrain.schemes import parts_of
 from hybridtrain.tasks.triplet import TripletData, TripletModule
-from hybridtrain.updates.sparse.row_optimizers import RowAdam, SparseMomentum
 from hybridtrain.util.arguments import command
 
 KNOWN = {"epochs": "2", "workers": "1,2,4", "strategy": "hogwild", "plot": ""}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import hybridtrain
-from hybridtrain.options.strategy_arguments import DEFAULTS
+from hybridtrain.engine.options.strategy_arguments import DEFAULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 HEAD = """# Python
@@ -48,19 +48,19 @@ MEMBERS = {  # of classes that have other public methods, for Lightning or for p
 }
 SECTIONS = {
     "Policies of one's own": (
-        "hybridtrain.policies",
+        "hybridtrain.engine.policies",
         ("Policy", "Needs"),
     ),
     "Facts that a policy hears": (
-        "hybridtrain.policies",
+        "hybridtrain.engine.policies",
         ("Joined", "Began", "Pushed", "Ready", "Waiting", "TimerFired", "Left"),
     ),
     "Orders that it gives": (
-        "hybridtrain.policies",
+        "hybridtrain.engine.policies",
         ("Accumulate", "Apply", "Release", "Drop", "SetTimer"),
     ),
     "Exchanges of one's own": (
-        "hybridtrain.exchanges",
+        "hybridtrain.engine.exchanges",
         ("Exchange", "LocalExchange", "StepsOwnParameters", "Local", "Offer", "MergeRule"),
     ),
     "Errors": ("hybridtrain.errors", ("UserError", "Lost")),

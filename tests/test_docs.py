@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 import hybridtrain
+from hybridtrain.engine.recovery import roster
 from hybridtrain.lightning.data import epoch_state
-from hybridtrain.recovery import roster
 from tests import api_page
 
 ROOT = Path(__file__).parents[1]
@@ -73,13 +73,13 @@ def test_paths_and_names_of_modules_exist(page: Path) -> None:
 
 
 def test_what_does_not_exist_would_be_found() -> None:
-    text = "`server/nowhere.py`, hybridtrain/nowhere.py and `policies/policy.py`"
+    text = "`cli/nowhere.py`, hybridtrain/nowhere.py and `engine/policies/policy.py`"
     assert {p for p in paths_in(text) if not is_there(p)} == {
-        "server/nowhere.py",
+        "cli/nowhere.py",
         "hybridtrain/nowhere.py",
     }
-    assert resolves("hybridtrain.policies.Needs")
-    assert not resolves("hybridtrain.policies.Regiment")
+    assert resolves("hybridtrain.engine.policies.Needs")
+    assert not resolves("hybridtrain.engine.policies.Regiment")
     assert not resolves("hybridtrain.nowhere")
 
 
@@ -147,7 +147,7 @@ Transitions = Mapping[tuple[StrEnum, StrEnum], StrEnum]
     ids=["of a worker", "of an epoch"],
 )
 def test_the_states_on_the_page_are_those_of_the_code(number: int, table: Transitions) -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "ways.md").read_text()
     text = page.split("| event | from | to |")[number].partition("\n\n")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     rows = [line for line in lines if len(line) == 3 and line[0][:1] != "-"]
@@ -214,7 +214,11 @@ def test_the_site_has_whole_docstrings_in_place_of_the_stubs() -> None:
     text = directives.on_page_markdown(api_page.PAGE.read_text(), page=page)
     assert "```" not in text and "<!--" not in text
     named = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
-    assert named >= {*api_page.publics(), "hybridtrain.policies.Pushed", "hybridtrain.errors.Lost"}
+    assert named >= {
+        *api_page.publics(),
+        "hybridtrain.engine.policies.Pushed",
+        "hybridtrain.errors.Lost",
+    }
     assert "::: hybridtrain.DeepDist\n    options:\n" in text
     assert "      members: [train, model, stats]\n" in text and "      members: []\n" in text
     page.file.src_uri = "start.md"

@@ -17,8 +17,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 
+from hybridtrain.engine.worlds.worker_main import leave_notebook
 from hybridtrain.lightning.launcher import clear_frames_of
-from hybridtrain.worlds.local.worker_main import leave_notebook
 from tests.support.ends import wait_until
 from tests.support.kernels import Kernel, kernel, shared_memory
 

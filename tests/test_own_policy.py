@@ -7,12 +7,12 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hybridtrain.recording import find_record, read_record
+from hybridtrain.engine.recording import find_record, read_record
 
 PAGE = (Path(__file__).parents[1] / "docs" / "own_policy.md").read_text()
 SECTION = PAGE.partition("## From the first line to a picture")[2].partition("\n## ")[0]
@@ -44,20 +44,14 @@ def commands(step: str) -> list[list[str]]:
 
 def run(words: list[str]) -> None:
     """A command, in this process."""
-    from hybridtrain import replay
     from hybridtrain.cli import entry
-    from hybridtrain.simulate import main as simulate
 
     assert words[0] == "python"
     if words[1] != "-m":
         runpy.run_path(words[1], run_name="__main__")
         return
-    mains: dict[str, Callable[[list[str]], int]] = {
-        "hybridtrain": entry.main,
-        "hybridtrain.replay": replay.main,
-        "hybridtrain.simulate": simulate,
-    }
-    assert mains[words[2]](words[3:]) == 0
+    assert words[2] == "hybridtrain"
+    assert entry.main(words[3:]) == 0
 
 
 @pytest.mark.own_process

@@ -10,15 +10,15 @@ from tests.test_architecture import FILES, PACKAGE
 
 # Where bytes become objects by way of pickle, and who has made these bytes.
 PICKLES = {
-    "worker/client.py": "the parent, over an inherited socket",
+    "engine/worker/client.py": "the parent, over an inherited socket",
     "lightning/failover/rng_mailbox.py": "the worker that was lost, in nameless memory of the run",
     "lightning/data/evaluation_sampler.py": "other workers, by way of the parent",
-    "memory/scratch_file.py": "a worker, over an inherited socket or in a nameless file",
-    "updates/serialize.py": "the parent or a worker, over an inherited socket",
-    "updates/optimizer_set.py": "a worker, over an inherited socket",
-    "worlds/hosts/transport.py": "another host, which has shown that it holds the run's key",
-    "worlds/local/channel.py": "the parent or a worker, over an inherited socket",
-    "worlds/local/worker_exit.py": "a worker, over an inherited socket",
+    "engine/memory/scratch_file.py": "a worker, over an inherited socket or in a nameless file",
+    "engine/updates/serialize.py": "the parent or a worker, over an inherited socket",
+    "engine/updates/optimizer_set.py": "a worker, over an inherited socket",
+    "hosts/transport.py": "another host, which has shown that it holds the run's key",
+    "engine/worlds/channel.py": "the parent or a worker, over an inherited socket",
+    "engine/worlds/worker_exit.py": "a worker, over an inherited socket",
     "lightning/results/plain_data.py": "this process: a class, to see whether it has a name",
 }
 NEVER = {"eval", "exec", "compile", "__import__"}
@@ -77,7 +77,7 @@ def test_no_socket_has_an_address_but_those_between_hosts() -> None:
     """Sockets come in inherited pairs; else nobody binds, connects or listens."""
     made = {"socket.socket", "socket.create_server", "socket.create_connection", "Listener"}
     for file in FILES:
-        if names(file).startswith(("worlds/hosts/", "lightning/hosts/")):
+        if names(file).startswith(("hosts/", "lightning/hosts/")):
             continue
         found = set(calls(file).values())
         assert not found & made, file

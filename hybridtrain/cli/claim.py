@@ -30,8 +30,8 @@ from omegaconf import DictConfig
 
 from hybridtrain.cli.further_host import diverted
 from hybridtrain.cli.validation.host_checks import check_directory, check_files, check_name
+from hybridtrain.engine.monitoring.watchdog import process_state, to_stderr
 from hybridtrain.errors import Lost, UserError
-from hybridtrain.monitoring.watchdog import process_state, to_stderr
 from hybridtrain.report.runs import CONFIG_FILE
 from hybridtrain.util.files import short
 
@@ -41,7 +41,7 @@ _MOST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ClaimedDirectory:
     """A directory claimed by a process. ``fd`` holds the lock; -1: the file system has no locks."""
 
     directory: Path
@@ -69,7 +69,7 @@ class Holder:
         return bool(here) and process_state(self.pid) in ("", "Z", "X")
 
 
-_held: list[Claim] = []
+_held: list[ClaimedDirectory] = []
 _made: list[Path] = []  # directories, the deepest first
 
 
@@ -153,7 +153,7 @@ def check_kept(directory: Path) -> None:
         )
 
 
-def _release(mine: Claim) -> None:
+def _release(mine: ClaimedDirectory) -> None:
     if mine.fd < 0:
         return
     path = mine.directory / LOCK_FILE
@@ -163,7 +163,7 @@ def _release(mine: Claim) -> None:
     os.close(mine.fd)
 
 
-def _lock(directory: Path, asked: str) -> Claim | Holder:
+def _lock(directory: Path, asked: str) -> ClaimedDirectory | Holder:
     path = directory / LOCK_FILE
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -184,12 +184,12 @@ def _lock(directory: Path, asked: str) -> Claim | Holder:
             f"{asked}: the file system there has no locks ({error.strerror}); see to it yourself "
             "that no other run uses this directory"
         )
-        return Claim(directory, -1, os.getpid())
+        return ClaimedDirectory(directory, -1, os.getpid())
     if not _is_at(fd, path):  # its holder has just removed it
         os.close(fd)
         return Holder()
     _sign(fd)
-    return Claim(directory, fd, os.getpid())
+    return ClaimedDirectory(directory, fd, os.getpid())
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -230,7 +230,7 @@ os.register_at_fork(after_in_child=_forked)
 # ---- before Hydra writes ------------------------------------------------------------------------
 
 
-class Refused(BaseException):
+class ClaimRefused(BaseException):
     """Carries an error past Hydra, which turns a callback's exceptions into warnings."""
 
     def __init__(self, error: UserError) -> None:
@@ -246,7 +246,7 @@ class Claiming(Callback):
             if diverted(config):
                 return
         except UserError as error:
-            raise Refused(error) from None
+            raise ClaimRefused(error) from None
         claim_or_refuse(Path(str(config.hydra.run.dir)), "hydra.run.dir")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
@@ -255,11 +255,11 @@ class Claiming(Callback):
 
 
 def claim_or_refuse(directory: Path, key: str) -> None:
-    """:func:`claim_new`, within Hydra. Raises Refused."""
+    """:func:`claim_new`, within Hydra. Raises ClaimRefused."""
     try:
         claim_new(directory, key)
     except UserError as error:
-        raise Refused(error) from None
+        raise ClaimRefused(error) from None
 
 
 def claim_new(directory: Path, key: str) -> None:

@@ -22,10 +22,9 @@ from hybridtrain.cli import (
     explain,
     further_host,
     hydra_config,
-    key,
-    new,
     resume,
 )
+from hybridtrain.cli.commands import COMMANDS, TRAIN, run_command
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
 from hybridtrain.cli.quiet import hush, show_warning
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
@@ -36,6 +35,7 @@ from hybridtrain.cli.validation.host_checks import check_name, check_text
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
 from hybridtrain.util.files import seen_from_here, short
+from hybridtrain.util.option_types import hint
 from hybridtrain.util.streams import hold_standard_streams, warnings_shown_by
 from hybridtrain.util.versions import check_versions
 
@@ -43,10 +43,10 @@ from hybridtrain.util.versions import check_versions
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process' own) and return its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["new"]:
-        return new.main(given[1:])
-    if given[:1] == ["key"]:
-        return key.main(given[1:])
+    if given[:1] == [TRAIN]:
+        del given[0]
+    elif given and given[0] in COMMANDS:
+        return run_command(given[0], given[1:])
     hold_standard_streams()
     job_process.remember_environment()
     hush()
@@ -74,6 +74,7 @@ def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
     check_name(Path(here), "the working directory")
     for each in argv:
         check_text(each, "the argument")
+    _check_command(argv)
     if not {"", here}.intersection(sys.path):
         sys.path.insert(0, here)  # the console script: a user's module lies here
     flags, found = _split(list(argv))
@@ -88,6 +89,20 @@ def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
     explain.check_groups(found)
     job_process.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]
     return _hydra_main([*flags, *found])
+
+
+def _check_command(argv: Sequence[str]) -> None:
+    """Refuse a word in the place of a command that is none.
+
+    Raises:
+        UserError: naming the commands, and the one that was meant.
+    """
+    word = argv[0] if argv else ""
+    if word.isidentifier():
+        raise UserError(
+            f"{word!r} was given{hint(word, COMMANDS)}; commands are {', '.join(COMMANDS)}, and "
+            "options have the form name=value (--help lists both)"
+        )
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -127,7 +142,7 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
         hydra.main(
             str(hydra_config.conf_dir()), hydra_config.CONFIG_NAME, hydra_config.VERSION_BASE
         )(task)()
-    except claim.Refused as refused:
+    except claim.ClaimRefused as refused:
         raise refused.error from None
     finally:
         sys.argv = saved

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hybridtrain.cli.explain import explain
+from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.errors import Lost
-from hybridtrain.monitoring.watchdog import to_stderr
 
 FAILED, BAD_INPUT = 1, 2
 

@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridtrain.cli import config_values, hydra_config
+from hybridtrain.engine.options import strategy_arguments
 from hybridtrain.errors import AT_LIMIT, UserError
-from hybridtrain.options import strategy_arguments
 from hybridtrain.util.option_types import hint, shown
 
 STRATEGY = "hybridtrain.HybridStrategy"

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 import hybridtrain
 from hybridtrain.cli.config_values import placed, portable
 from hybridtrain.cli.validation.host_checks import check_files, check_name
+from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.errors import UserError
-from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.runs import (
     CONFIG_FILE,
     HYDRA_FILE,

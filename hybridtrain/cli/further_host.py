@@ -15,8 +15,8 @@ from typing import Any
 from omegaconf import DictConfig, open_dict, read_write
 
 from hybridtrain.cli.explain import STRATEGY
+from hybridtrain.util.cleanup import vanishing_directory
 from hybridtrain.util.host_place import HostPlace, place_by_variables
-from hybridtrain.worlds.local.cleanup import vanishing_directory
 
 _temporary = ExitStack()
 

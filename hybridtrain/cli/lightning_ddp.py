@@ -17,8 +17,8 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy
 
 from hybridtrain.cli.sweep.job_process import PARENT
+from hybridtrain.engine.worlds.parent_death import bind_loaders, die_with_parent
 from hybridtrain.lightning.hooks.trainer_hooks import ProcessLauncher, ScriptLauncher
-from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
 
 StartMethod = Literal["popen", "spawn", "fork"]
 

@@ -21,17 +21,17 @@ from hybridtrain.cli.hydra_config import conf_dir
 from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.run import Parts, build, hash_of_checkpoint
 from hybridtrain.cli.telemetry.summary import metrics_of
+from hybridtrain.engine.recording import Record
+from hybridtrain.engine.recording.replayer import Replayed
+from hybridtrain.engine.recording.run_description import changed_code, changed_versions
+from hybridtrain.engine.server.timeline import Timeline
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.replay_fit import rehearse_fit, replay_fit
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import own_name, with_present_targets
-from hybridtrain.recording import Record
-from hybridtrain.recording.replayer import Replayed
-from hybridtrain.recording.run_description import changed_code, changed_versions
 from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run
-from hybridtrain.server.timeline import Timeline
 from hybridtrain.util.arguments import part_of
-from hybridtrain.worlds.local.cleanup import vanishing_directory
+from hybridtrain.util.cleanup import vanishing_directory
 
 
 def replay(record: Record, anyway: bool) -> Replayed:

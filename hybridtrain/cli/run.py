@@ -60,6 +60,10 @@ from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine, refusal_of
 from hybridtrain.cli.validation.target_checks import check_targets, made
+from hybridtrain.engine.monitoring.watchdog import to_stderr
+from hybridtrain.engine.scheme import usable_cores
+from hybridtrain.engine.worlds.parent_death import bind_loaders
+from hybridtrain.engine.worlds.signals import ending_signals, restore
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher, purge_from
@@ -70,15 +74,11 @@ from hybridtrain.lightning.results.logger_state import Row, change_rows, keep_ro
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.lightning_package import told_to_children
-from hybridtrain.monitoring.watchdog import to_stderr
-from hybridtrain.report.advice import advise
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
-from hybridtrain.training.scheme import usable_cores
+from hybridtrain.util.cleanup import vanishing_sockets
 from hybridtrain.util.files import open_input, short
 from hybridtrain.util.host_place import HostPlace
-from hybridtrain.worlds.local.cleanup import vanishing_sockets
-from hybridtrain.worlds.local.parent_death import bind_loaders
-from hybridtrain.worlds.local.signals import ending_signals, restore
+from hybridtrain.virtual.advice import advise
 
 log = logging.getLogger(__name__)
 

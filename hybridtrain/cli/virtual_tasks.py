@@ -15,10 +15,10 @@ from hybridtrain.cli.explain import explain
 from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
+from hybridtrain.engine.exchanges import Requirements
+from hybridtrain.engine.protocol.messages import Clip
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer, training_loader
-from hybridtrain.protocol.messages import Clip
 
 MakeLesson = Callable[[int, Requirements], ModuleTask]  # for so many workers; a fresh task
 

@@ -1,4 +1,11 @@
-"""The seam to PyTorch Lightning."""
+"""The strategy for PyTorch Lightning, and all that it changes in Lightning's loops.
+
+``strategy.py`` puts the parts together; ``launcher.py`` makes the process that calls ``fit`` the
+server. ``hooks`` alone touches private names of Lightning's, and lists each method of Lightning's
+that is replaced. Parts get the strategy from ``run_context.py``, never from the trainer.
+
+It must not know the command line, Hydra, the public server, the tasks or the pages of the report.
+"""
 
 from hybridtrain.lightning_package import decide
 from hybridtrain.util.versions import check_versions, lacks

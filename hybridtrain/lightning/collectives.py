@@ -20,13 +20,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
+from hybridtrain.engine.protocol.checksums import CALLED_AT
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.loop_hooks import named_metrics, state_in
 from hybridtrain.lightning.hooks.points import Point, instead
 from hybridtrain.lightning.run_context import context_if_ours
-from hybridtrain.protocol.checksums import CALLED_AT
 from hybridtrain.util.attributes import temporarily
-from hybridtrain.worker.client import Client
 
 T = TypeVar("T")
 _FOLDS: dict[str, Callable[..., torch.Tensor]] = {

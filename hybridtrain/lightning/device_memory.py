@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from hybridtrain.engine.worker.device import KINDS
 from hybridtrain.util.anonymous_files import SharedBytes
-from hybridtrain.worker.device import KINDS
 
 _CELL = struct.Struct("qq")  # of each worker: its device's size, its need; 0: not measured yet
 _ASKED = re.compile(r"Tried to allocate (([\d.]+) (bytes|[KMG]iB))")

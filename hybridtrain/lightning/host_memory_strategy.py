@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from pytorch_lightning.strategies import ParallelStrategy, Strategy
 
+from hybridtrain.engine.recording.run_description import Recording
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
     answer_for_all_workers,
@@ -24,11 +26,9 @@ from hybridtrain.lightning.hosts.agreement import checkpoint_of_host_0
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0, place_of
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.lightning.results.held_objects import HeldObjects
-from hybridtrain.lightning.results.returned_optimizers import Trained
-from hybridtrain.recording.run_description import Recording
+from hybridtrain.lightning.results.returned_optimizers import TrainedOptimizers
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.host_place import HostPlace
-from hybridtrain.worker.client import Client
 
 _OPTIMIZERS: Any = Strategy.optimizers
 
@@ -44,7 +44,7 @@ class HostMemoryStrategy(ParallelStrategy):
     keeping: CheckpointWriting
     device_memory: DeviceMemory
     workers_per_device: int
-    _trained: Trained | None = None  # in the calling process, after training
+    _trained: TrainedOptimizers | None = None  # in the calling process, after training
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
     expected_updates: ExpectedUpdates | None = None  # of a free-running worker
@@ -126,7 +126,9 @@ class HostMemoryStrategy(ParallelStrategy):
         """Measure this worker's need of its device."""
         self.device_memory.measure(self.root_device, self.workers_per_device, self.local_rank)
 
-    def remember_training(self, trained: Trained, updates: float | None, held: HeldObjects) -> None:
+    def remember_training(
+        self, trained: TrainedOptimizers, updates: float | None, held: HeldObjects
+    ) -> None:
         """In the calling process: keep what was trained for its checkpoints and optimizers.
 
         ``updates``: that worker 0 has expected, for ``trainer.estimated_stepping_batches``.

@@ -19,8 +19,32 @@ from lightning_fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed import distributed_c10d
 
+from hybridtrain.engine.exchanges import check_visits
+from hybridtrain.engine.memory.scratch_file import Scratch
+from hybridtrain.engine.monitoring.watchdog import Watchdog
+from hybridtrain.engine.options.strategy_arguments import check_sizes
+from hybridtrain.engine.protocol.messages import Stopped
+from hybridtrain.engine.recording.run_description import Runner
+from hybridtrain.engine.recovery.failure_policy import Judge
+from hybridtrain.engine.scheme import (
+    StartOptions,
+    check_parts,
+    resolve_start_method,
+    serving,
+    threads_of_a_worker,
+    usable_cores,
+    workers_may_update,
+    world_of,
+)
+from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.engine.worlds.inherited import Inherited, look_through
+from hybridtrain.engine.worlds.parent_death import end_with_engine
+from hybridtrain.engine.worlds.process_world import BeginAnew
+from hybridtrain.engine.worlds.signals import Interrupted, wait_unless_signalled
+from hybridtrain.engine.worlds.start_workers import RestartPoint
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import check_visits
+from hybridtrain.hosts.other_hosts import Hosts
+from hybridtrain.hosts.relay import Relay
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.collectives import gather_by_keys
 from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
@@ -56,31 +80,7 @@ from hybridtrain.lightning.results.worker_result import pack, save_finished, unp
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning.step_profiler import leave_profile, profiled, watch_worker
 from hybridtrain.lightning_package import told_to_children
-from hybridtrain.memory.scratch_file import Scratch
-from hybridtrain.monitoring.watchdog import Watchdog
-from hybridtrain.options.strategy_arguments import check_sizes
-from hybridtrain.protocol.messages import Stopped
-from hybridtrain.recording.run_description import Runner
-from hybridtrain.recovery.failure_policy import Judge
-from hybridtrain.training.scheme import (
-    StartOptions,
-    check_parts,
-    resolve_start_method,
-    serving,
-    threads_of_a_worker,
-    usable_cores,
-    workers_may_update,
-    world_of,
-)
-from hybridtrain.worker.client import Client, StopRequested
-from hybridtrain.worlds.hosts.other_hosts import Hosts
-from hybridtrain.worlds.hosts.relay import Relay
-from hybridtrain.worlds.local.cleanup import vanishing_sockets
-from hybridtrain.worlds.local.inherited import Inherited, look_through
-from hybridtrain.worlds.local.parent_death import end_with_engine
-from hybridtrain.worlds.local.process_world import BeginAnew
-from hybridtrain.worlds.local.signals import Interrupted, wait_unless_signalled
-from hybridtrain.worlds.local.start_workers import RestartPoint
+from hybridtrain.util.cleanup import vanishing_sockets
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
@@ -107,7 +107,7 @@ class HybridLauncher(Launcher):
         """Run ``function`` in every worker; return worker 0's result."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
-        job = _Job(trainer, function, args, kwargs)
+        job = _TrainerCall(trainer, function, args, kwargs)
         strategy.begin_run()
         if strategy.data_options["data_shards"] is not None:
             check_visits(strategy.requirements)
@@ -128,7 +128,7 @@ class HybridLauncher(Launcher):
             clear_frames_of(error, handled)
             raise
 
-    def _train(self, job: _Job) -> Any:
+    def _train(self, job: _TrainerCall) -> Any:
         """Run the job in worker processes; return worker 0's result."""
         strategy, trainer = self._strategy, job.trainer
         method = resolve_start_method(strategy.start_method)
@@ -153,7 +153,7 @@ class HybridLauncher(Launcher):
             self._interrupt(interruption, trainer, held, scratch)
         return unpack(trainer, results, held, scratch, job.given())
 
-    def _begin(self, job: _Job, start: StartOptions, others: Hosts | None) -> list[Any]:
+    def _begin(self, job: _TrainerCall, start: StartOptions, others: Hosts | None) -> list[Any]:
         """Train, and begin anew if all workers are lost before any has told its progress."""
         judge = Judge(self._strategy.on_failure)
         while True:
@@ -162,7 +162,7 @@ class HybridLauncher(Launcher):
             except BeginAnew as lost:
                 wait_unless_signalled(lost.delay_s)
 
-    def _relay(self, job: _Job, start: StartOptions) -> list[Any]:
+    def _relay(self, job: _TrainerCall, start: StartOptions) -> list[Any]:
         """Serve the workers of this host; return the results of all workers."""
         strategy, trainer = self._strategy, job.trainer
         with joined(trainer, job.given()) as connection:
@@ -184,7 +184,9 @@ class HybridLauncher(Launcher):
             strategy.remember_stats(over.stats)
             return results_of(over)
 
-    def _run(self, job: _Job, judge: Judge, start: StartOptions, others: Hosts | None) -> list[Any]:
+    def _run(
+        self, job: _TrainerCall, judge: Judge, start: StartOptions, others: Hosts | None
+    ) -> list[Any]:
         """Train with new workers; return their results."""
         strategy, trainer = self._strategy, job.trainer
         in_update = usable_cores() if strategy.requirements.whole_rounds else 1
@@ -216,7 +218,7 @@ class HybridLauncher(Launcher):
             sys.exit(128 + interruption.signum)
         raise KeyboardInterrupt from None
 
-    def _play(self, instead: Runner, job: _Job) -> Any:
+    def _play(self, instead: Runner, job: _TrainerCall) -> Any:
         """Run the workers in this process."""
         self._strategy.keeping.is_whole()
         held = HeldObjects(job.trainer)
@@ -244,7 +246,7 @@ def clear_frames_of(error: BaseException, handled: BaseException | None = None) 
 
 
 @contextmanager
-def surroundings(job: _Job, start_method: str) -> Iterator[None]:
+def surroundings(job: _TrainerCall, start_method: str) -> Iterator[None]:
     """Resources that exist while workers run, and what the job tells workers of them."""
     strategy, trainer = context_of(job.trainer), job.trainer
     with (
@@ -307,7 +309,7 @@ def carried(trainer: pl.Trainer, start_method: str) -> GlobalState | None:
 
 
 @dataclass
-class _Job:
+class _TrainerCall:
     """The job that every worker gets."""
 
     trainer: pl.Trainer
@@ -347,7 +349,7 @@ class _Job:
             rank_zero_warn(line)
 
 
-def _run_in_process(job: _Job, client: Client) -> Any:
+def _run_in_process(job: _TrainerCall, client: Client) -> Any:
     """In a process of its own; not called in a replay."""
     be_lean()
     take_for_an_error(job.trainer)
@@ -355,7 +357,7 @@ def _run_in_process(job: _Job, client: Client) -> Any:
         return _run_in_worker(job, client)
 
 
-def _run_in_worker(job: _Job, client: Client) -> Any:
+def _run_in_worker(job: _TrainerCall, client: Client) -> Any:
     if job.global_state is not None:
         job.global_state.restore()
         stop_sharing(job.trainer.lightning_module)
@@ -398,12 +400,12 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         leave_profile(trainer, client.worker)
 
 
-def _body_of(job: _Job, restart: RestartPoint | None) -> Callable[[Client], Any]:
+def _body_of(job: _TrainerCall, restart: RestartPoint | None) -> Callable[[Client], Any]:
     """The work of a worker, or of one that replaces a lost one."""
     return partial(_run_in_process, job) if restart is None else _run_again(job, *restart)
 
 
-def _run_again(job: _Job, progress: bytes, version: int) -> Callable[[Client], Any]:
+def _run_again(job: _TrainerCall, progress: bytes, version: int) -> Callable[[Client], Any]:
     """The work of a worker that replaces a lost one."""
     return partial(_run_in_process, replace(job, progress=progress, version=version))
 

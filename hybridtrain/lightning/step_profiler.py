@@ -1,7 +1,7 @@
 """``Trainer(profiler=StepProfiler("folder"))``: where a step's time goes, in every worker.
 
 Lightning calls its profiler around the actions of its loops; inside them, methods of this package's
-objects are timed (:func:`hybridtrain.profiling.timed`). Each worker writes its measurements
+objects are timed (:func:`hybridtrain.engine.profiling.timed`). Each worker writes its measurements
 to a file when it ends, in whatever way; the calling process makes a table, ``profile.json`` and
 ``timeline.json`` of them. Under Lightning's own strategies worker 0 does that after all have ended.
 """
@@ -19,18 +19,18 @@ from typing import Any
 from pytorch_lightning.profilers import Profiler
 from rich.console import Console
 
+from hybridtrain.engine.monitoring.watchdog import to_stderr
+from hybridtrain.engine.profiling import Phase, Track, follow, timed
+from hybridtrain.engine.profiling.profile_report import Report
+from hybridtrain.engine.profiling.time_spans import LIMIT, ServerWatch, phase_of, short_name
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE
 from hybridtrain.lightning.run_context import context_of, strategy_of
-from hybridtrain.monitoring.watchdog import to_stderr
-from hybridtrain.profiling import Phase, Track, follow, timed
-from hybridtrain.profiling.profile_report import Report
-from hybridtrain.profiling.time_spans import LIMIT, ServerWatch, phase_of, short_name
 from hybridtrain.util.attributes import temporarily
+from hybridtrain.util.cleanup import removed_in_the_end
 from hybridtrain.util.option_types import Positive, typed
-from hybridtrain.worker.client import Client
-from hybridtrain.worlds.local.cleanup import removed_in_the_end
 
 _EPOCH, _BATCH = "run_training_epoch", "run_training_batch"
 _PARTS = ".profile-"

@@ -21,7 +21,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
-from hybridtrain.exchanges import Inside
+from hybridtrain.engine.exchanges import Inside
+from hybridtrain.engine.faults import read_faults
+from hybridtrain.engine.options.exchange_options import INSIDE, InsideOptions
+from hybridtrain.engine.options.strategy_arguments import StrategyArguments, checked, of_lightning
+from hybridtrain.engine.protocol.messages import Clip, Paused, Resumed
+from hybridtrain.engine.recording.run_description import Recording
+from hybridtrain.engine.scheme import Scheme, required
+from hybridtrain.engine.step.remote_state import without_fetching
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.agreement import agree, send_writes
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.expected_updates import (
@@ -55,16 +63,8 @@ from hybridtrain.lightning.step.step_rollback import StepRollback
 from hybridtrain.lightning.sync_batchnorm import synchronise
 from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.lightning_package import admit, is_foreign, refuse_mixture
-from hybridtrain.options.exchange_options import INSIDE, InsideOptions
-from hybridtrain.options.strategy_arguments import StrategyArguments, checked, of_lightning
-from hybridtrain.protocol.messages import Clip, Paused, Resumed
-from hybridtrain.recording.run_description import Recording
-from hybridtrain.testing.faults import read_faults
-from hybridtrain.training.scheme import Scheme, required
-from hybridtrain.training.step.remote_state import without_fetching
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.option_types import Named, choose
-from hybridtrain.worker.client import Client
 
 
 class HybridStrategy(HostMemoryStrategy, Scheme):
@@ -73,19 +73,21 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     Options of Lightning's ``ParallelStrategy`` are taken as well.
 
     Args:
-        policy: when a gradient counts: the name of one of ``hybridtrain.policies.POLICIES``
+        policy: when a gradient counts: the name of one of ``hybridtrain.engine.policies.POLICIES``
             (``"hybrid"``: wait for all, apply their mean), a mapping with its name and parameters
-            (``{"name": "backup", "k": 3}``), or an object of :class:`hybridtrain.policies.Policy`.
-        exchange: what workers hand over: the name of one of ``hybridtrain.exchanges.EXCHANGES``, a
-            mapping with its name and parameters (``{"name": "movement", "every": 8}``), or an
-            object; ``None``: gradients, or what goes with the policy.
+            (``{"name": "backup", "k": 3}``), or an object of
+            :class:`hybridtrain.engine.policies.Policy`.
+        exchange: what workers hand over: the name of one of
+            ``hybridtrain.engine.exchanges.EXCHANGES``, a mapping with its name and parameters
+            (``{"name": "movement", "every": 8}``), or an object; ``None``: gradients, or what goes
+            with the policy.
         update: how the masters move: ``"user"`` (the module's own optimizer), ``"mean"``, a name of
-            ``torch.optim`` or of :mod:`hybridtrain.updates.delay_tolerant`, or a mapping with its
-            name and arguments (``{"name": "adagrad", "lr": 0.1}``); ``"median"`` or another that
-            merges gradients, or an object of :class:`hybridtrain.exchanges.MergeRule`; ``None``:
-            what goes with the exchange.
+            ``torch.optim`` or of :mod:`hybridtrain.engine.updates.delay_tolerant`, or a mapping
+            with its name and arguments (``{"name": "adagrad", "lr": 0.1}``); ``"median"`` or
+            another that merges gradients, or an object of
+            :class:`hybridtrain.engine.exchanges.MergeRule`; ``None``: what goes with the exchange.
         correction: what is done about late gradients: nothing, or one of
-            ``hybridtrain.updates.staleness.CORRECTIONS``, given like a policy.
+            ``hybridtrain.engine.updates.staleness.CORRECTIONS``, given like a policy.
         inside: what the workers of one host do together between two exchanges with other hosts, for
             an exchange whose workers make steps of their own: ``"hybrid"``: they step with the mean
             of their gradients; ``"local_sgd"``, or ``{"name": "local_sgd", "every": 8}``: they take
@@ -121,14 +123,14 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         hang_timeout_s: seconds without a sign of life after which a worker is killed; ``"auto"``:
             from its own past; ``None``: never. Its stacks are printed before.
         faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
-            :class:`hybridtrain.testing.faults.Fault`.
+            :class:`hybridtrain.engine.faults.Fault`.
         min_hosts: training begins with so many of the ``num_nodes`` hosts, and others may come
             while it runs, in lock-step at an epoch's beginning; ``None``: with all.
         hosts_key: a file with the key by which the hosts of a run over several know each other,
             made by ``python -m hybridtrain key FILE``; torchrun hands one over without it.
         host_sums: each further host hands over the mean of its workers' gradients in place of one
             row for each: fewer bytes, other rounding.
-        record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
+        record: a file or directory to write the order of events to, for ``hybridtrain replay``.
         checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
 
     Raises:

@@ -8,6 +8,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Timer
 
+from hybridtrain.engine.monitoring.hang_detector import Doing
 from hybridtrain.lightning.async_training.agreement import Validations
 from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent
@@ -23,7 +24,6 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     warn_of_unused,
 )
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.monitoring.hang_detector import Doing
 
 
 class WorkerCallback(pl.Callback):

@@ -116,7 +116,7 @@ def _head(runs: Sequence[Run], folders: Sequence[Path]) -> Iterator[Part]:
     if devices:
         yield paragraph(f"Device: {', '.join(devices)}.")
     if not can_draw():
-        again = f"python -m hybridtrain.compare {shlex.join(map(str, folders))}"
+        again = f"python -m hybridtrain compare {shlex.join(map(str, folders))}"
         yield note(
             "There are no curves here, because matplotlib is not installed. Install it (",
             *(code("pip install matplotlib"), ") and make the page again: ", code(again)),

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from hybridtrain.engine.server.timeline import Bar, BarState, Timeline
 from hybridtrain.errors import UserError
 from hybridtrain.report.svg import CHARACTER, Stroke, document, rect, strokes, text
-from hybridtrain.server.timeline import Bar, Doing, Timeline
 
 WIDTH, RIGHT = 640, 550  # of the picture; the end of the time axis
 MOST_ROWS, FEWER_ROWS = 16, 12  # up to the one number all workers are shown, else the other
@@ -107,7 +107,7 @@ def rows(timeline: Timeline) -> list[int]:
         return list(range(n))
     lengths: dict[int, list[float]] = {worker: [] for worker in range(n)}
     for bar in timeline.bars:
-        if bar.doing is not Doing.WAITING:
+        if bar.doing is not BarState.WAITING:
             lengths[bar.worker].append(bar.end_s - bar.begin_s)
     ranked = sorted(range(n), key=lambda w: sum(lengths[w]) / max(1, len(lengths[w])))
     places = [round(i * (n - 1) / (FEWER_ROWS - 1)) for i in range(FEWER_ROWS)]
@@ -162,28 +162,28 @@ class Panel:
             yield from self._bar(bar, y + (_ROW - _BAR) / 2)
         ends = (self._x(at_s) for at_s in self._steps.get(worker, ()))
         yield strokes("page", [(x, y + 13, x, y + 18) for x in ends], 1.5)
-        n_dropped = sum(bar.doing is Doing.DROPPED for bar in self._bars[worker])
-        waits = f"waits {100 * self._share(worker, Doing.WAITING):.0f} %"
+        n_dropped = sum(bar.doing is BarState.DROPPED for bar in self._bars[worker])
+        waits = f"waits {100 * self._share(worker, BarState.WAITING):.0f} %"
         yield text("dim", RIGHT + 8, y + 15, f"{n_dropped} dropped" if n_dropped else waits)
 
     def _bar(self, bar: Bar, y: float) -> Iterator[str]:
         begin, end = self._x(bar.begin_s), self._x(bar.end_s)
         width, ends = max(end - begin - 1 - bool(self._steps), 0.5), bar.end_s < self._window.end_s
         match bar.doing:
-            case Doing.WAITING if end - begin >= 0.5:
+            case BarState.WAITING if end - begin >= 0.5:
                 yield rect("waiting", begin, y + 5, end - begin, 4)
-            case Doing.COMPUTING:
+            case BarState.COMPUTING:
                 yield rect("computing", begin, y, width, _BAR)
                 late = str(self._late(bar))
                 if self._stale and ends and width >= CHARACTER * len(late) + 3:
                     yield text("page small middle", begin + width / 2, y + 11, late)
-            case Doing.DROPPED:
+            case BarState.DROPPED:
                 yield _hatched(begin, y, width)
                 if ends and width >= 6:
                     yield strokes("dropped", _cross(end - 1, y), 2)
 
     def _late(self, bar: Bar) -> int:
-        return self._timeline.staleness(bar) if bar.doing is Doing.COMPUTING else 0
+        return self._timeline.staleness(bar) if bar.doing is BarState.COMPUTING else 0
 
     def _steps_between(self) -> dict[int, list[float]]:
         """Each worker's own steps within its bars; none if there is no room between them."""
@@ -195,7 +195,7 @@ class Panel:
         room = RIGHT - self._window.left
         return found if all(5 * len(own) < room for own in found.values()) else {}
 
-    def _share(self, worker: int, doing: Doing) -> float:
+    def _share(self, worker: int, doing: BarState) -> float:
         begin_s, end_s, _ = self._window
         return self._timeline.seconds(worker, doing, end_s) / (end_s - begin_s)
 
@@ -221,9 +221,9 @@ class Panel:
     def description(self) -> str:
         """For readers who do not see the picture."""
         shares = (
-            f"worker {worker} computes {self._share(worker, Doing.COMPUTING):.0%} of the time, "
-            f"waits {self._share(worker, Doing.WAITING):.0%} and computes "
-            f"{self._share(worker, Doing.DROPPED):.0%} for what is dropped"
+            f"worker {worker} computes {self._share(worker, BarState.COMPUTING):.0%} of the time, "
+            f"waits {self._share(worker, BarState.WAITING):.0%} and computes "
+            f"{self._share(worker, BarState.DROPPED):.0%} for what is dropped"
             for worker in self._workers
         )
         return f"{self._title}: {len(self._updates)} updates; {'; '.join(shares)}."

@@ -1,1 +1,4 @@
-"""Small helpers that know nothing of training: files, arguments, wrappers."""
+"""Small helpers that know nothing of training: files, arguments, types of options, streams.
+
+Every room may import this one; it must not know any other.
+"""

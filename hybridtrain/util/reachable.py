@@ -57,7 +57,7 @@ _FRAMEWORKS = frozenset({
 T = TypeVar("T")
 
 
-class Reached(NamedTuple, Generic[T]):
+class ReachedObject(NamedTuple, Generic[T]):
     """An object, its mark, the one that holds it, and the way to it."""
 
     value: Any
@@ -110,7 +110,7 @@ class Walk(Generic[T]):
         self._slots: dict[type, _Slots] = {}
         self._classes: set[type] = set()
 
-    def __iter__(self) -> Iterator[Reached[T]]:
+    def __iter__(self) -> Iterator[ReachedObject[T]]:
         due: deque[_Place] = deque()
         for name, part in self._parts.items():
             self._admit(due, None, (None, "part", name), part)
@@ -120,7 +120,7 @@ class Walk(Generic[T]):
             if kind not in self._ways:
                 self._know(kind)
             if (way := self._ways[kind]) is None:
-                yield Reached(value, self._marks[kind], owner, link)
+                yield ReachedObject(value, self._marks[kind], owner, link)
                 continue
             for step, name, held in way(value):
                 self._admit(due, value, (link, step, name), held)

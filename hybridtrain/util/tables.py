@@ -23,7 +23,7 @@ _BETWEEN = {",": "','", ";": "';'", "\t": "a tab"}  # cells, and how messages ca
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One row: its line in the file (from 1), and its cells by column.
 
     ``fault`` says what is wrong with the row and what to do; then there are no cells.
@@ -36,7 +36,7 @@ class Row:
 
 def read_table(
     path: Path, what: str, needed: Sequence[str], known: Sequence[str] = ()
-) -> list[Row]:
+) -> list[TableRow]:
     """Read the columns ``needed``, and those of ``known`` that are there, of all rows.
 
     Args:
@@ -123,17 +123,17 @@ def _check_columns(
             raise UserError(f"{where}: the column {name} is there twice; rename or remove one")
 
 
-def _row(line: int, cells: list[str], n: int, places: dict[str, int], between: str) -> Row:
+def _row(line: int, cells: list[str], n: int, places: dict[str, int], between: str) -> TableRow:
     """``n``: columns of the header; ``places``: of those that are read."""
     while len(cells) > n and not cells[-1]:
         cells.pop()
     if set(places) <= set(cells):
-        return Row(line, fault="the header stands here again; remove the line")
+        return TableRow(line, fault="the header stands here again; remove the line")
     if len(cells) != n:
         more = f'put quotes ("…") around a cell that has {_BETWEEN[between]} in it'
-        return Row(
+        return TableRow(
             line,
             fault=f"cells in the row: {len(cells)}, columns in the header: {n}; "
             + (more if len(cells) > n else "write all of them, the empty ones too"),
         )
-    return Row(line, {name: cells[place] for name, place in places.items()})
+    return TableRow(line, {name: cells[place] for name, place in places.items()})

@@ -23,7 +23,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FunctionEnded:
     """The function has returned, or raised ``error``."""
 
     error: BaseException | None = None
@@ -42,16 +42,16 @@ class TurnTaking:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._to: SimpleQueue[Any] = SimpleQueue()
-        self._back: SimpleQueue[Asked | Ended] = SimpleQueue()
+        self._back: SimpleQueue[Asked | FunctionEnded] = SimpleQueue()
 
-    def start(self, function: Callable[[], Any]) -> Asked | Ended:
+    def start(self, function: Callable[[], Any]) -> Asked | FunctionEnded:
         """Run the function until it asks or ends."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="hybridtrain-step", daemon=True)
             self._thread.start()
         return self.answer(function)
 
-    def answer(self, value: Any) -> Asked | Ended:
+    def answer(self, value: Any) -> Asked | FunctionEnded:
         """Resume the suspended function with this answer until it asks again or ends."""
         self._to.put(value)
         return self._back.get()
@@ -78,9 +78,9 @@ class TurnTaking:
             self._thread = None
 
 
-def _outcome(function: Callable[[], Any]) -> Ended:
+def _outcome(function: Callable[[], Any]) -> FunctionEnded:
     try:
         function()
     except BaseException as error:
-        return Ended(error)
-    return Ended()
+        return FunctionEnded(error)
+    return FunctionEnded()

@@ -31,12 +31,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from costs.training import WORKERS, fit, pairs_asked_for
 from hybridtrain import HybridStrategy
-from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.checksums import GradientRows, checksum_of
-from hybridtrain.protocol.messages import GradientPush
-from hybridtrain.recording import read_record
-from hybridtrain.recording.record_file import Writer
-from hybridtrain.recording.recorder import KINDS
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.protocol.checksums import GradientRows, checksum_of
+from hybridtrain.engine.protocol.messages import GradientPush
+from hybridtrain.engine.recording import read_record
+from hybridtrain.engine.recording.record_file import Writer
+from hybridtrain.engine.recording.recorder import KINDS
 from hybridtrain.tasks.digits import DigitsData, DigitsModule
 
 

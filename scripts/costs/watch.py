@@ -31,8 +31,13 @@ import torch
 
 from costs.training import fit, pairs_asked_for
 from hybridtrain import HybridStrategy
-from hybridtrain.monitoring.hang_detector import Doing, HangTimeout, Heartbeat, heartbeat_file
-from hybridtrain.monitoring.watchdog import SlowReport, Watchdog
+from hybridtrain.engine.monitoring.hang_detector import (
+    Doing,
+    HangTimeout,
+    Heartbeat,
+    heartbeat_file,
+)
+from hybridtrain.engine.monitoring.watchdog import SlowReport, Watchdog
 from hybridtrain.tasks.digits import DigitsData, DigitsModule
 
 

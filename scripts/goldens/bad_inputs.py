@@ -13,10 +13,17 @@ RUNS = (
     *("trainer.devices", "--frobnicate", "seed=lucky", "data.batch_size=0"),
 )
 OTHERS = (
-    *("hybridtrain.replay", "hybridtrain.replay run=nowhere", "hybridtrain.replay runn=x"),
-    *("hybridtrain.simulate strategy=hybird", "hybridtrain.simulate workers=0"),
-    *("hybridtrain.simulate compute=magic", "hybridtrain.simulate correction=dc_asgd"),
-    *("hybridtrain.compare", "hybridtrain.compare nowhere"),
-    *("hybridtrain.transcribe", "hybridtrain.transcribe ckpt=nowhere a.wav"),
+    *(
+        "hybridtrain replay",
+        "hybridtrain replay run=nowhere",
+        "hybridtrain replay runn=x",
+    ),
+    *("hybridtrain simulate strategy=hybird", "hybridtrain simulate workers=0"),
+    *("hybridtrain simulate compute=magic", "hybridtrain simulate correction=dc_asgd"),
+    *("hybridtrain compare", "hybridtrain compare nowhere"),
+    *(
+        "hybridtrain transcribe",
+        "hybridtrain transcribe ckpt=nowhere a.wav",
+    ),
     "hybridtrain.tasks.speech.lm text=nowhere out=x.arpa",
 )

@@ -16,11 +16,14 @@ from goldens.calls import ROOT
 
 # Said in messages, or by path in the README: what a policy of one's own is made of.
 ELSEWHERE = (
-    *("hybridtrain.lightning.replay.replay_fit.replay_fit", "hybridtrain.recording.read_record"),
-    *("hybridtrain.recording.find_record", "hybridtrain.errors.UserError"),
-    *(f"hybridtrain.policies.policy.{name}" for name in ("Policy", "Requirements")),
     *(
-        f"hybridtrain.protocol.facts.{name}"
+        "hybridtrain.lightning.replay.replay_fit.replay_fit",
+        "hybridtrain.engine.recording.read_record",
+    ),
+    *("hybridtrain.engine.recording.find_record", "hybridtrain.errors.UserError"),
+    *(f"hybridtrain.engine.policies.policy.{name}" for name in ("Policy", "Requirements")),
+    *(
+        f"hybridtrain.engine.protocol.facts.{name}"
         for name in ("Joined", "Ready", "Pushed", "Waiting", "Left", "Apply", "Release", "Drop")
     ),
 )
@@ -84,8 +87,8 @@ def train_as_documented() -> None:
 
     import hybridtrain
     from goldens.trainings import keys_of
+    from hybridtrain.engine.recording import find_record, read_record
     from hybridtrain.lightning.replay.replay_fit import replay_fit
-    from hybridtrain.recording import find_record, read_record
 
     def made(strategy: Any, **more: Any) -> tuple[pl.Trainer, pl.LightningModule]:
         pl.seed_everything(3, verbose=False)
@@ -120,7 +123,7 @@ def train_with_own_policy() -> None:
 
     from goldens.tasks import Transformer, Words
     from hybridtrain import HybridStrategy
-    from hybridtrain.policies import Apply, Joined, Needs, Pushed, Release, Waiting
+    from hybridtrain.engine.policies import Apply, Joined, Needs, Pushed, Release, Waiting
 
     class Both:
         def begin(self, n_workers: int) -> Needs:

@@ -192,7 +192,7 @@ def two_runs(kept: Path) -> None:
 
 def paged(kept: Path, folder: Path) -> Findings:
     """Sheets made of old directories are determined."""
-    said = call("hybridtrain.compare", str(kept), "out=.", folder=folder)
+    said = call("hybridtrain", "compare", str(kept), "out=.", folder=folder)
     found = {"files": sorted(path.name for path in folder.iterdir())}
     sheets = {
         path.name: path.read_text().replace(str(kept), "KEPT").splitlines()
@@ -238,7 +238,7 @@ def fresh_run(kept: Path, folder: Path) -> Findings:
     """Run and replay."""
     line = command(STRATEGIES["hybrid"], "digits", 2)
     said = fresh("-m", "hybridtrain", *line, folder=folder)
-    again = fresh("-m", "hybridtrain.replay", f"run={RUN}", folder=folder)
+    again = fresh("-m", "hybridtrain", "replay", f"run={RUN}", folder=folder)
     found = {"run": said.well, "replay": again.well | {"said": again.out.splitlines()}}
     return found | {"losses": losses(folder / RUN / "csv" / "metrics.csv")}
 

@@ -147,7 +147,7 @@ def replayed(strategy: str, task: str) -> Case:
 
     def look(kept: Path, folder: Path) -> Findings:
         arguments = (f"run={kept / 'record.bin'}", "anyway=true")
-        said = call("hybridtrain.replay", *arguments, folder=folder)
+        said = call("hybridtrain", "replay", *arguments, folder=folder)
         lines = [line for line in said.out.splitlines() if not line.startswith("record ")]
         return said.well | {"said": lines, "empty": not list(folder.iterdir())}
 

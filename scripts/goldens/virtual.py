@@ -49,10 +49,10 @@ SPEEDS = ("workers=4,8", "mini_batches=2000", "compute=pareto", "seed=5", "slowe
 
 
 def simulated(what: str, strategy: str, task: str, *arguments: str) -> Case:
-    """The figures of ``python -m hybridtrain.simulate``."""
+    """The figures of ``python -m hybridtrain simulate``."""
 
     def look(kept: Path, folder: Path) -> Findings:
-        said = call("hybridtrain.simulate", *arguments, "json=figures.json", folder=folder)
+        said = call("hybridtrain", "simulate", *arguments, "json=figures.json", folder=folder)
         return said.well | (figures(folder / "figures.json") if said.status == 0 else {})
 
     return Case(what, strategy, task, look)
@@ -78,10 +78,10 @@ def what_if(strategy: str) -> Case:
     def look(kept: Path, folder: Path) -> Findings:
         run = kept / RUN
         other = (f"run={run}", "anyway=true", "policy=k_async", "policy.k=1")
-        asked = call("hybridtrain.replay", *other, folder=folder)
+        asked = call("hybridtrain", "replay", *other, folder=folder)
         speeds = ("workers=2", "mini_batches=500", "compute=measured", f"from={run}")
         line = ("strategy=hybrid,async", *speeds, "json=figures.json")
-        said = call("hybridtrain.simulate", *line, folder=folder)
+        said = call("hybridtrain", "simulate", *line, folder=folder)
         found = {"what if": asked.well | {"said": asked.out.splitlines()}, "measured": said.well}
         return found | (figures(folder / "figures.json") if said.status == 0 else {})
 

@@ -13,8 +13,8 @@ def probe(n_bytes: int = 2**30, kind: str = "cuda") -> Found:
     """GB/s with and without page-locking, how long the call blocks, and what small copies cost."""
     import torch
 
-    from hybridtrain.memory.arena import Arena
-    from hybridtrain.worker.device.cuda import CudaStreams
+    from hybridtrain.engine.memory.arena import Arena
+    from hybridtrain.engine.worker.device.cuda import CudaStreams
 
     device = torch.device(kind, 0)
     module = torch.get_device_module(device)

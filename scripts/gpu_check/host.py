@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gpu_check import bus, fits
 from gpu_check.check import Found
 from hybridtrain import HybridStrategy
-from hybridtrain.memory.limits import available_bytes
+from hybridtrain.engine.memory.limits import available_bytes
 
 _NOBODY = 65534
 _SAMPLES = 64  # of an epoch, and of a mini-batch 8

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.updates.delay_tolerant import AdaptiveRevision, AsyncAdaDA, DelayTolerant
+from hybridtrain.engine.updates.delay_tolerant import AdaptiveRevision, AsyncAdaDA, DelayTolerant
 from theory.law import AtMost, Law, Same
 
 Make = Callable[[torch.nn.Parameter], torch.optim.Optimizer]

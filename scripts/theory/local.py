@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from hybridtrain.exchanges import make_exchange
-from hybridtrain.memory import Layout, Store, pack
-from hybridtrain.policies import make_policy
-from hybridtrain.updates import build_update
-from hybridtrain.updates.base import Contribution, StepInput
-from hybridtrain.updates.factory import for_sparse
-from hybridtrain.updates.named import make_update
-from hybridtrain.updates.thread_pool import Pool
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.engine.exchanges import make_exchange
+from hybridtrain.engine.memory import Layout, Store, pack
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.updates import build_update
+from hybridtrain.engine.updates.base import Contribution, StepInput
+from hybridtrain.engine.updates.factory import for_sparse
+from hybridtrain.engine.updates.named import make_update
+from hybridtrain.engine.updates.thread_pool import Pool
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 from theory.law import About, AtMost, Law
 from theory.waiting import CONSTANT, Quadratic
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from hybridtrain.policies import FirstK, OnArrival, Policy, make_policy
-from hybridtrain.worlds.virtual.network import Conditions
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.engine.policies import FirstK, OnArrival, Policy, make_policy
+from hybridtrain.virtual.network import Conditions
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 from theory.law import About
 
 EXPONENTIAL = ServiceTimes("exponential")

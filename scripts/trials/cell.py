@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hybridtrain.testing.faults import KINDS, PHASES
-from hybridtrain.updates.flat import flat_update
-from hybridtrain.updates.kernels.kernel import Kernel
+from hybridtrain.engine.faults import KINDS, PHASES
+from hybridtrain.engine.updates.flat import flat_update
+from hybridtrain.engine.updates.kernels.kernel import Kernel
 from trials import work
 from trials.apart import Ending, run_apart
 from trials.tap import Tap, farthest, same, state_in, tapped

@@ -29,11 +29,11 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.options.schemes import parts_of
 from hybridtrain.errors import UserError
-from hybridtrain.schemes import parts_of
-from hybridtrain.worlds.hosts import transport
-from hybridtrain.worlds.hosts.connection import dial
-from hybridtrain.worlds.hosts.key import Key
+from hybridtrain.hosts import transport
+from hybridtrain.hosts.connection import dial
+from hybridtrain.hosts.key import Key
 from trials import work
 from trials.apart import run_apart
 

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from hybridtrain.cli.replay_run import fitting, rebuilt, workplace
+from hybridtrain.engine.recording import Record, find_record, read_record
 from hybridtrain.lightning.replay.replay_fit import replay_fit
-from hybridtrain.recording import Record, find_record, read_record
 
 BATCHES = 48  # of an epoch, all workers together
 # What is said on the command line -> mini-batches that make an update, of W workers, or more.

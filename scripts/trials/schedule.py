@@ -23,10 +23,10 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.recovery import failure_policy
-from hybridtrain.recovery.failure_policy import Replace
-from hybridtrain.recovery.roster import LAST, THERE, Roster
-from hybridtrain.server.rounds import Rounds
+from hybridtrain.engine.recovery import failure_policy
+from hybridtrain.engine.recovery.failure_policy import Replace
+from hybridtrain.engine.recovery.roster import LAST, THERE, Roster
+from hybridtrain.engine.server.rounds import Rounds
 from hybridtrain.util.files import interrupted_in
 from trials import work
 from trials.apart import Ending, members, run_apart

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.worlds.hosts import transport
-from hybridtrain.worlds.hosts.key import Key
+from hybridtrain.hosts import transport
+from hybridtrain.hosts.key import Key
 from trials.apart import run_apart
 from trials.host_faults import (
     LETHAL,

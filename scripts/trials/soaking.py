@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hybridtrain import HybridStrategy
-from hybridtrain.recovery import failure_policy
+from hybridtrain.engine.recovery import failure_policy
 from trials import work
 from trials.apart import members, run_apart
 from trials.tap import Tap, tapped

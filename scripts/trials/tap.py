@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from hybridtrain.engine.recovery.failure_policy import Judge
+from hybridtrain.engine.server.rounds import Rounds
+from hybridtrain.engine.worlds.start_workers import WorkerProcess
+from hybridtrain.engine.worlds.worker_exit import Failed
 from hybridtrain.lightning import launcher
-from hybridtrain.recovery.failure_policy import Judge
-from hybridtrain.server.rounds import Rounds
-from hybridtrain.worlds.local.start_workers import WorkerProcess
-from hybridtrain.worlds.local.worker_exit import Failed
 from trials.work import LR, loss_of, network, numbers
 
 

@@ -107,7 +107,7 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
 @pytest.fixture
 def replay(capfd: pytest.CaptureFixture[str]) -> Replay:
     """``replay("run=run", ...)`` runs the command line and returns what came of it."""
-    from hybridtrain.replay import main
+    from hybridtrain.cli.commands.replay import main
 
     def run(*arguments: str) -> Result:
         capfd.readouterr()

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from hybridtrain import HybridStrategy
 from hybridtrain.cli.hydra_config import compose_config
 from hybridtrain.cli.validation.config_checks import RunOptions, TaskOptions
-from hybridtrain.options.strategy_arguments import DEFAULTS, StrategyArguments
+from hybridtrain.engine.options.strategy_arguments import DEFAULTS, StrategyArguments
 from hybridtrain.util.option_types import Named, hints
 from tests.cli import reference_tables
 from tests.cli.reference_tables import allowed, default, table, texts

@@ -17,22 +17,21 @@ from typing import Any, Literal
 
 import yaml
 
-from hybridtrain import doctor, ray, replay, transcribe, vectors
+from hybridtrain.cli.commands import doctor, ray, replay, simulate_options, transcribe, vectors
+from hybridtrain.cli.commands import plan as plan_cli
 from hybridtrain.cli.hydra_config import conf_dir
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher
 from hybridtrain.cli.sweep.search import OptunaSweeper
 from hybridtrain.cli.validation.config_checks import TrainerOptions
-from hybridtrain.exchanges.compression import CODECS
-from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
-from hybridtrain.plan import plan_cli
-from hybridtrain.policies import POLICIES
-from hybridtrain.simulate import simulate_options
+from hybridtrain.engine.exchanges.compression import CODECS
+from hybridtrain.engine.faults import KINDS, PHASES, Fault
+from hybridtrain.engine.options.exchange_options import EXCHANGE_OPTIONS
+from hybridtrain.engine.policies import POLICIES
+from hybridtrain.engine.updates.named import MERGE_RULES, OURS
+from hybridtrain.engine.updates.staleness import CORRECTIONS
 from hybridtrain.tasks.speech import datamodule
 from hybridtrain.tasks.speech.decoding import DecoderOptions
 from hybridtrain.tasks.speech.nets import NETS
-from hybridtrain.testing.faults import KINDS, PHASES, Fault
-from hybridtrain.updates.named import MERGE_RULES, OURS
-from hybridtrain.updates.staleness import CORRECTIONS
 from hybridtrain.util.option_types import hints, words
 from tests.cli.conf_comments import ConfFile, Key, read
 
@@ -50,24 +49,17 @@ SOURCES = {
     datamodule.spoken_digits: datamodule.SpokenDigits,
 }
 COMMANDS = {
-    "hybridtrain new": (),
-    "hybridtrain key": (),
-    "hybridtrain.doctor": doctor.OPTIONS,
-    "hybridtrain.ray": ray.OPTIONS,
-    "hybridtrain.replay": replay.OPTIONS,
-    "hybridtrain.compare": ("out",),
-    "hybridtrain.simulate": (*simulate_options.OPTIONS, "task"),
-    "hybridtrain.plan": tuple(plan_cli.OPTIONS),
-    "hybridtrain.transcribe": tuple(transcribe.OPTIONS),
-    "hybridtrain.vectors": vectors.KNOWN,
+    "new": (),
+    "key": (),
+    "doctor": doctor.OPTIONS,
+    "ray": ray.OPTIONS,
+    "replay": replay.OPTIONS,
+    "compare": ("out",),
+    "simulate": (*simulate_options.OPTIONS, "task"),
+    "plan": tuple(plan_cli.OPTIONS),
+    "transcribe": tuple(transcribe.OPTIONS),
+    "vectors": vectors.KNOWN,
     "hybridtrain.tasks.speech.lm": ("text", "order", "out"),
-}
-
-ELSEWHERE = {  # where the docstring is that a command prints
-    "hybridtrain new": "hybridtrain.cli.new",
-    "hybridtrain key": "hybridtrain.cli.key",
-    "hybridtrain.simulate": "hybridtrain.simulate.simulate_cli",
-    "hybridtrain.plan": "hybridtrain.plan.plan_cli",
 }
 
 
@@ -233,23 +225,25 @@ def hydra_rows() -> Iterator[Row]:
 # ---- commands -----------------------------------------------------------------------------------
 
 
-def usage(module: str) -> str:
+def usage(name: str) -> str:
     """The docstring that ``--help`` prints."""
-    return str(importlib.import_module(ELSEWHERE.get(module, module)).__doc__)
+    module = name if "." in name else f"hybridtrain.cli.commands.{name}"
+    return str(importlib.import_module(module).__doc__)
 
 
-def command_options(module: str) -> dict[str, str]:
+def command_options(name: str) -> dict[str, str]:
     """What follows each ``name=VALUE`` in the docstring of a command."""
-    return {given: " ".join(text.split()) for given, text in _OPTION.findall(usage(module))}
+    return {given: " ".join(text.split()) for given, text in _OPTION.findall(usage(name))}
 
 
-def command_section(module: str) -> str:
-    what, _, rest = usage(module).partition("\n")
-    lines = [line.strip() for line in rest.splitlines() if f"python -m {module}" in line]
+def command_section(name: str) -> str:
+    typed = name if "." in name else f"hybridtrain {name}"
+    what, _, rest = usage(name).partition("\n")
+    lines = [line.strip() for line in rest.splitlines() if f"python -m {typed}" in line]
     calls = "\n".join(["```text", *lines, "```"])
-    rows = [[f"`{given}`", prose(text)] for given, text in command_options(module).items()]
+    rows = [[f"`{given}`", prose(text)] for given, text in command_options(name).items()]
     options = [table("| option | meaning |", iter(rows))] if rows else []
-    return "\n\n".join([f"## {module}", what, calls, *options])
+    return "\n\n".join([f"## {typed}", what, calls, *options])
 
 
 # ---- all of them --------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hybridtrain.cli import run
-from hybridtrain.report import advice
-from hybridtrain.simulate import main
+from hybridtrain.cli.commands.simulate import main
+from hybridtrain.virtual import advice
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TINY
 
@@ -36,7 +36,7 @@ def test_a_run_with_a_straggler_ends_with_one_line_of_advice_whose_command_runs(
     assert line.split(maxsplit=1)[1] == f"{found['text']}: {found['command']}"
     assert found["strategy"].startswith("strategy=") and found["factor"] > 0
     assert not [line for line in done.out.splitlines() if line.startswith("  slow ")]
-    assert main(shlex.split(found["command"])[3:]) == 0
+    assert main(shlex.split(found["command"])[4:]) == 0
     assert "hybrid" in capfd.readouterr().out
 
 

@@ -151,7 +151,9 @@ def test_a_mistake_is_one_line_that_names_what_is_allowed(
         ["task=own", "model=own task=digits", "-m task=own seed=1,2"], "-m task=own seed=1,2"
     ),
 )
-def test_own_without_a_class_says_how_to_name_it(command: Command, argument: str) -> None:
+def test_task_own_or_model_own_without_a_class_says_how_to_name_one(
+    command: Command, argument: str
+) -> None:
     result = command(*argument.split())
     assert result.code == 2
     assert "model._target_=package.Class" in result.complaint
@@ -200,7 +202,7 @@ def test_a_gpu_that_does_not_exist_is_refused(
 
 
 @pytest.mark.parametrize("sweep", [False, True])
-def test_a_run_directory_that_cannot_be_written(
+def test_a_run_directory_that_cannot_be_written_is_refused_in_one_line(
     command: Command, tmp_path: Path, sweep: bool
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -231,7 +233,9 @@ def test_a_checkpoint_with_code_is_refused_and_the_code_not_run(
     "content",
     by_default([b"", b"no checkpoint at all", b"PK\x03\x04 cut short"], b"PK\x03\x04 cut short"),
 )
-def test_a_corrupt_checkpoint(command: Command, tmp_path: Path, content: bytes) -> None:
+def test_a_corrupt_checkpoint_is_refused_in_one_line(
+    command: Command, tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "bad.ckpt").write_bytes(content)
     result = command(*TINY, "ckpt=bad.ckpt")
     assert result.code == 2

@@ -40,7 +40,7 @@ def steps_logged(directory: str) -> list[str]:
 @pytest.mark.parametrize(
     "rounds", [1, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
-def test_of_two_that_resume_one_directory_together_exactly_one_trains(
+def test_exactly_one_of_two_runs_that_resume_one_directory_together_trains(
     command: Command, zygote: Zygote, rounds: int
 ) -> None:
     assert command(*RUN, "hydra.run.dir=old", "trainer.max_epochs=1").code == 0
@@ -129,7 +129,7 @@ def attempt_and_leave(directory: Path, go: Path, tried: Path, number: int) -> No
         os._exit(status)
 
 
-def test_of_many_that_claim_at_once_one_succeeds(here: Path) -> None:
+def test_exactly_one_of_many_processes_that_claim_a_directory_at_once_succeeds(here: Path) -> None:
     for turn in range(5):
         claimants = []
         (tried := Path(f"tried-{turn}")).mkdir()

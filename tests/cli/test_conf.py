@@ -36,12 +36,12 @@ from hybridtrain.cli.validation.config_checks import (
     check_config,
 )
 from hybridtrain.cli.validation.target_checks import check_targets
+from hybridtrain.engine.exchanges import exchange_of, make_exchange
+from hybridtrain.engine.options.schemes import SCHEMES
+from hybridtrain.engine.policies import POLICIES, make_policy
+from hybridtrain.engine.updates.named import update_of
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import exchange_of, make_exchange
-from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.registration import NAMES
-from hybridtrain.schemes import SCHEMES
-from hybridtrain.updates.named import update_of
 from hybridtrain.util.option_types import check, hints
 from tests.cli import option_tables
 from tests.cli.reference_tables import COMMANDS, command_options, conf_file
@@ -326,7 +326,10 @@ def test_an_import_brings_next_to_nothing_along() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = {name.partition(".")[2] for name in done.stdout.split()}
-    assert found == {"errors", "lightning_package", "registration", "schemes"}
+    assert found == {
+        *("errors", "lightning_package", "registration"),
+        *("engine", "engine.options", "engine.options.schemes"),
+    }
 
 
 def test_help_is_readable_and_needs_no_torch() -> None:

@@ -73,7 +73,7 @@ def test_a_log_that_cannot_be_read_stays_as_it_is() -> None:
     assert file.read_text() == damaged
 
 
-def test_who_takes_over_the_log_of_another_process_knows_such_names() -> None:
+def test_a_process_that_takes_over_a_csv_log_keeps_column_names_that_need_quotes() -> None:
     logged(2)
     other = CSVLogger("logs", name="", version="")
     keep_rows(other)

@@ -1,4 +1,4 @@
-"""``python -m hybridtrain.doctor``: a line for each thing, what to do, and the exit status."""
+"""``python -m hybridtrain doctor``: a line for each thing, what to do, and the exit status."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hybridtrain import doctor
+from hybridtrain.cli.commands import doctor
+from hybridtrain.engine.memory.limits import Gpu
+from hybridtrain.hosts import sockets
+from hybridtrain.hosts.key import Key
+from hybridtrain.hosts.probe import Link
 from hybridtrain.lightning.hosts import agreement
 from hybridtrain.lightning.hosts.agreement import differences
-from hybridtrain.memory.limits import Gpu
-from hybridtrain.worlds.hosts import sockets
-from hybridtrain.worlds.hosts.key import Key
-from hybridtrain.worlds.hosts.probe import Link
 from tests.cli.conftest import Result
 from tests.cli.tiny import TINY
 from tests.support.several_hosts import free_port, run_hosts
@@ -78,7 +78,7 @@ def test_a_machine_that_is_well_has_a_line_for_each_thing(ask: Doctor) -> None:
     assert "torch" in result.out and "hydra-core" in result.out and "Python" in result.out
 
 
-def test_a_program_can_read_it(ask: Doctor) -> None:
+def test_the_doctor_prints_json_for_programs(ask: Doctor) -> None:
     found = json.loads(ask(*TINY, "json=true").out)
     assert found[0]["what"] == "versions" and found[0]["state"] == "ok" and found[0]["host"] == 0
 
@@ -118,7 +118,7 @@ def test_what_is_scarce_has_advice(
 @pytest.mark.parametrize(
     ("accelerator", "state"), [("gpu", "bad"), ("auto", "note"), ("cpu", "ok")]
 )
-def test_a_gpu_that_torch_cannot_use(
+def test_a_gpu_that_torch_cannot_use_is_reported_and_fails_only_accelerator_gpu(
     ask: Doctor, monkeypatch: pytest.MonkeyPatch, accelerator: str, state: str
 ) -> None:
     monkeypatch.setattr(doctor, "gpus", lambda: [Gpu(80 << 30, 9)])
@@ -128,7 +128,9 @@ def test_a_gpu_that_torch_cannot_use(
     assert result.code == (state == "bad")
 
 
-def test_more_devices_than_there_are(ask: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_devices_than_there_are_are_reported_with_the_number_to_give(
+    ask: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "gpus", lambda: [Gpu(80 << 30, 9)])
     monkeypatch.setattr(doctor.torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -147,7 +149,7 @@ def test_more_devices_than_there_are(ask: Doctor, monkeypatch: pytest.MonkeyPatc
         ("MIG-1,MIG-2", "2", ""),
     ],
 )
-def test_devices_that_cuda_does_not_show(
+def test_devices_that_cuda_visible_devices_hides_are_reported_with_what_to_give(
     ask: Doctor, monkeypatch: pytest.MonkeyPatch, visible: str, devices: str, said: str
 ) -> None:
     monkeypatch.setattr(doctor, "gpus", lambda: [Gpu(80 << 30, 9)] * 4)
@@ -163,7 +165,9 @@ def test_a_doctor_and_a_training_are_two_commands() -> None:
     assert said is not None and "start the same command on all hosts" in said
 
 
-def test_a_version_that_is_not_supported(ask: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_not_supported_is_reported(
+    ask: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hybridtrain.util.versions.version", lambda name: "0.1")
     result = ask(*TINY)
     assert result.code == 1 and "supports" in line(result, "versions")
@@ -186,7 +190,7 @@ def test_bad_input_is_one_line(ask: Doctor, arguments: list[str], match: str) ->
 # ---- several hosts ------------------------------------------------------------------------------
 
 
-def test_an_engine_that_does_not_agree(ask: Doctor) -> None:
+def test_a_missing_node_rank_is_reported_with_the_variable_to_set(ask: Doctor) -> None:
     result = ask(*SEVERAL)
     assert result.code == 1 and "NODE_RANK is missing; set NODE_RANK" in line(result, "bad")
 
@@ -196,7 +200,7 @@ def test_strategies_of_lightnings_own_are_not_tried(ask: Doctor) -> None:
     assert result.code == 0 and "torch.distributed" in line(result, "note")
 
 
-def test_no_key_where_the_address_is_not_loopback(
+def test_a_missing_key_for_an_address_beyond_loopback_names_the_key_command(
     ask: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts(monkeypatch, 1, "10.0.0.1")
@@ -204,7 +208,7 @@ def test_no_key_where_the_address_is_not_loopback(
     assert result.code == 1 and "python -m hybridtrain key FILE" in line(result, "bad")
 
 
-def test_the_extra_that_makes_a_key_is_missing(
+def test_a_missing_cryptography_package_names_the_extra_to_install(
     ask: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts(monkeypatch, 0)
@@ -215,7 +219,7 @@ def test_the_extra_that_makes_a_key_is_missing(
     assert result.code == 1 and "pip install 'hybridtrain[hosts]'" in line(result, "bad")
 
 
-def test_a_port_in_use(ask: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_reported(ask: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     port = hosts(monkeypatch, 0)
     with sockets.listen("127.0.0.1", port):
         result = ask(*SEVERAL)
@@ -224,7 +228,9 @@ def test_a_port_in_use(ask: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_answers(ask: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hosts_that_do_not_answer_in_time_are_reported(
+    ask: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     Key.new().write(tmp_path / "key")
     port = hosts(monkeypatch, 1)
     given = [*TINY, "trainer.num_nodes=2", "wait_s=0.5", f"strategy.hosts_key={tmp_path / 'key'}"]

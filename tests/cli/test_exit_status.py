@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hybridtrain.cli.exit_status import FAILED, guarded
-from hybridtrain.worlds.hosts.relay import ServerLost
-from hybridtrain.worlds.local.worker_exit import WorkerDied
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
+from hybridtrain.hosts.relay import ServerLost
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from hybridtrain.worlds.local.worker_exit import WorkerDied
     [ValueError("a"), GeneratorExit("a"), BaseExceptionGroup("a", [KeyboardInterrupt()])],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_is_raised_is_an_outcome(error: BaseException) -> None:
+def test_any_exception_becomes_a_failed_exit_status_with_its_text(error: BaseException) -> None:
     def action() -> None:
         raise error
 
@@ -24,7 +24,7 @@ def test_whatever_is_raised_is_an_outcome(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [WorkerDied("it is lost"), ServerLost("it is lost")])
-def test_what_has_ended_elsewhere_is_one_line(
+def test_the_loss_of_a_worker_or_of_the_server_is_one_line(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def action() -> None:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher
-from hybridtrain.cli.sweep.side_by_side import Job
+from hybridtrain.cli.sweep.side_by_side import SweepJob
 from hybridtrain.errors import Lost, UserError
 from hybridtrain.report.fair import Goal
 from hybridtrain.report.history import History
@@ -38,21 +38,21 @@ def as_trained(
     course: Course,
     at_most: int = 99,
     rate_of: str = "optimizer.lr",
-) -> list[Job]:
+) -> list[SweepJob]:
     """Let jobs leave the history of ``course(strategy, learning rate, seed)`` without a process.
 
     A text is the error of a job that fails. The sweep is broken off after ``at_most`` jobs.
     """
-    began: list[Job] = []
+    began: list[SweepJob] = []
 
-    def run(self: ProcessLauncher, jobs: Iterator[Job], ended: Any, *others: Any) -> None:
+    def run(self: ProcessLauncher, jobs: Iterator[SweepJob], ended: Any, *others: Any) -> None:
         for job in jobs:
             if len(began) == at_most:
                 raise SystemExit(130)
             began.append(job)
             self.note(job, ended(job, leave(job)))
 
-    def leave(job: Job) -> CommandOutcome:
+    def leave(job: SweepJob) -> CommandOutcome:
         cfg: Any = job.config
         rate = float(OmegaConf.select(cfg, rate_of))
         values = course(strategy_of(job), rate, int(cfg.seed))
@@ -91,7 +91,7 @@ def content() -> Any:
     return json.loads(Path("jobs/fair_comparison.json").read_text())
 
 
-def strategy_of(job: Job) -> str:
+def strategy_of(job: SweepJob) -> str:
     return next(x.partition("=")[2] for x in job.overrides if x.startswith("strategy="))
 
 
@@ -158,7 +158,7 @@ def test_the_best_of_each_search_is_trained_with_new_seeds_in_turn(
     assert repeated.code == 0 and "straggler.AtTarget" in repeated.out
 
 
-def test_a_strategys_own_options_and_own_search(
+def test_a_strategy_in_a_comparison_may_have_options_and_a_search_of_its_own(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = '"backup strategy.policy.k=1 optimizer.lr=0.1,0.2",hybrid'
@@ -297,7 +297,7 @@ DAMAGED: dict[str, Any] = {
 }
 
 
-def test_a_damaged_choice_is_one_line_and_one_of_nothing_ends_as_without() -> None:
+def test_a_damaged_chosen_json_is_refused_and_one_without_choices_ends_the_comparison() -> None:
     sweeper, path = FairSweeper(), Path("chosen.json")
     sweeper.entries = {x: Entry(x, [], [RATE]) for x in ("hybrid", "async")}
     sweeper.directory, sweeper.sweep_config = Path(), OmegaConf.create({"resume": "jobs"})
@@ -320,7 +320,7 @@ def test_a_damaged_choice_is_one_line_and_one_of_nothing_ends_as_without() -> No
 
 
 @pytest.mark.slow
-def test_digits_in_processes_side_by_side(command: Command) -> None:
+def test_strategies_are_compared_on_digits_in_processes_side_by_side(command: Command) -> None:
     options = ["compare=hybrid,async", "budget.trials=2", "budget.epochs=3", "seeds=2"]
     result = command(*FAIR, *options, "trainer.devices=2", "hydra.launcher.at_once=2")
     assert result.code == 0, result.err
@@ -378,7 +378,9 @@ OF_ALL = [
 
 
 @pytest.mark.parametrize("option", OF_ALL)
-def test_what_is_one_for_all_is_refused_behind_a_name(option: str) -> None:
+def test_an_option_that_all_strategies_share_is_refused_behind_one_strategys_name(
+    option: str,
+) -> None:
     with pytest.raises(UserError) as refused:
         FairSweeper()._entry(f"hybrid {option}", ["task=digits"])
     said = str(refused.value)
@@ -405,7 +407,9 @@ def test_parts_that_contradict_each_other_are_found_before_a_job_starts(
     assert "merges at least 3; use policy=hybrid with at least 3 workers" in result.complaint
 
 
-def test_what_belongs_together_is_said(command: Command) -> None:
+def test_a_fair_comparison_without_an_option_that_it_needs_names_that_option(
+    command: Command,
+) -> None:
     result = command("experiment=fair_comparison", "task=digits")
     assert result.code == 2 and "experiment=fair_comparison is a sweep: add -m" in result.err
     result = command("-m", "task=digits", "compare=[hybrid,async]")
@@ -415,7 +419,7 @@ def test_what_belongs_together_is_said(command: Command) -> None:
 
 
 @pytest.mark.parametrize("name", ["optuna", "scipy"])
-def test_what_is_not_installed_is_named(
+def test_a_comparison_names_the_package_that_is_not_installed(
     command: Command, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from hybridtrain import simulate
 from hybridtrain.cli import run
-from hybridtrain.worlds.hosts.key import Key
+from hybridtrain.cli.commands import simulate
+from hybridtrain.hosts.key import Key
 from tests.cli.conftest import Command, Replay, in_use, summary
 from tests.cli.test_claim import cut_short
 from tests.cli.tiny import TINY

@@ -41,7 +41,7 @@ WAYS = ["strategy=hybrid", "strategy=async", "strategy=local_sgd", "strategy=ddp
 @pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
 @pytest.mark.parametrize("way", by_default(WAYS, "strategy=hybrid"))
 @pytest.mark.parametrize(("given", "key"), CASES)
-def test_a_run_names_the_key_and_what_it_logs(
+def test_a_monitored_metric_that_is_not_logged_names_its_key_and_the_logged_ones(
     command: Command, given: list[str], key: str, way: str, workers: int
 ) -> None:
     result = command(*TINY, *QUIET, way, f"trainer.devices={workers}", *given)
@@ -92,7 +92,7 @@ def test_an_interval_longer_than_an_epoch_is_one_line(command: Command) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("given", "key"), [CASES[0], CASES[2]])
-def test_another_policy_is_tried_with_that_run_in_vain(
+def test_a_replay_under_another_policy_names_the_key_of_a_metric_that_is_not_logged(
     command: Command, replay: Replay, given: list[str], key: str
 ) -> None:
     assert command(*TINY, *QUIET, "trainer.devices=2", *given).code == 2
@@ -101,7 +101,9 @@ def test_another_policy_is_tried_with_that_run_in_vain(
     assert result.code == 2 and f"{key}{LINE}" in result.complaint
 
 
-def test_an_edited_configuration_is_replayed_in_vain(command: Command, replay: Replay) -> None:
+def test_a_replay_of_an_edited_configuration_names_the_key_of_a_metric_not_logged(
+    command: Command, replay: Replay
+) -> None:
     """At the end of an epoch the run has sent more, unless it leaves out that checkpoint."""
     kept = "callbacks.checkpoint.save_on_exception=false"
     assert command(*TINY, *QUIET, "trainer.devices=2", kept).code == 0

@@ -14,8 +14,8 @@ from hybridtrain.cli import claim
 from hybridtrain.cli.config_values import literal, parse, quoted
 from hybridtrain.cli.hydra_config import complete_overrides, compose_config
 from hybridtrain.cli.resume import expanded
-from hybridtrain.recording import read_record
-from hybridtrain.recording.record_file import Writer
+from hybridtrain.engine.recording import read_record
+from hybridtrain.engine.recording.record_file import Writer
 from tests.cli.conftest import Command
 from tests.cli.tiny import TINY
 

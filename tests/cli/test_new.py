@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridtrain import lightning_package
-from hybridtrain.cli.new import SUFFIX, TEMPLATES, filled_in
+from hybridtrain.cli.commands.new import SUFFIX, TEMPLATES, filled_in
 from tests.cli.conftest import Command, summary
 from tests.cli.zygote import Zygote
 
@@ -124,7 +124,7 @@ def test_a_mistake_is_one_line_and_makes_nothing(
 
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
-def test_nothing_half_made_stays(
+def test_a_project_that_cannot_be_written_completely_leaves_no_file(
     command: Command, monkeypatch: pytest.MonkeyPatch, there: bool, number: int
 ) -> None:
     write = Path.write_text
@@ -150,7 +150,7 @@ def test_the_checkout_hides_no_name_from_the_command(
     assert "a package 'hybridtrain'" in command("new", str(tmp_path / "hybridtrain")).complaint
 
 
-def test_help_and_an_empty_folder_of_ones_own(
+def test_new_has_a_help_text_and_accepts_the_empty_current_folder(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "python -m hybridtrain new DIR" in command("new", "--help").out

@@ -46,7 +46,7 @@ def test_many_mutated_options_are_refused_or_make_sense(part: int) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, 200, 40))
-def test_what_is_accepted_trains(first: int) -> None:
+def test_mutated_options_that_are_accepted_train_or_are_refused_by_one_line(first: int) -> None:
     """No nonsense is accepted: the tiny run that it is of ends well, or is refused by one line."""
     cases = option_fuzzer.cases(range(first, first + 40))
     accepted = [each.case for each in option_fuzzer.run(cases) if each.how == "accepted"]

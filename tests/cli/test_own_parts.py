@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.recording import find_record, read_record
-from hybridtrain.simulate import main as simulate
+from hybridtrain.cli.commands.simulate import main as simulate
+from hybridtrain.engine.recording import find_record, read_record
 from tests.cli.conftest import Command, Replay
 from tests.cli.tiny import TINY
 from tests.plan.test_plan import left, planned, refused

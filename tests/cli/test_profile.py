@@ -23,14 +23,14 @@ def test_a_profiled_run_prints_a_table_and_leaves_two_files(command: Command) ->
     assert not list(Path("here").glob(".profile*"))
 
 
-def test_without_it_there_is_none(command: Command) -> None:
+def test_a_run_without_profile_true_leaves_no_profile(command: Command) -> None:
     done = command(*RUN, "hydra.run.dir=here")
     assert done.code == 0 and "Where the time went" not in done.out
     assert not Path("here/profile.json").exists()
 
 
 @pytest.mark.slow
-def test_each_job_of_a_sweep_has_its_own_ddp_too(command: Command) -> None:
+def test_each_job_of_a_sweep_has_a_profile_of_its_own_also_under_ddp(command: Command) -> None:
     done = command("-m", *RUN, "profile=true", "strategy=async,ddp", "hydra.sweep.dir=jobs")
     assert done.code == 0, done.err
     for job in "01":
@@ -38,7 +38,7 @@ def test_each_job_of_a_sweep_has_its_own_ddp_too(command: Command) -> None:
         assert sum(worker["steps"] for worker in figures["workers"].values()) == 24
 
 
-def test_what_makes_no_sense_is_refused(command: Command) -> None:
+def test_a_profile_option_that_makes_no_sense_is_refused(command: Command) -> None:
     done = command(*RUN, "profile=often")
     assert done.code == 2 and "profile=often was given; it must be true or false" in done.complaint
     done = command(*RUN, "profile=true", "trainer.profiler=simple")
@@ -47,7 +47,7 @@ def test_what_makes_no_sense_is_refused(command: Command) -> None:
 
 @pytest.mark.slow
 def test_a_profiled_run_replays(command: Command) -> None:
-    from hybridtrain.replay import main
+    from hybridtrain.cli.commands.replay import main
 
     assert command(*RUN, "profile=true", "hydra.run.dir=here").code == 0
     before = Path("here/profile.json").stat().st_mtime_ns

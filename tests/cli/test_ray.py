@@ -1,4 +1,4 @@
-"""``python -m hybridtrain.ray`` on a Ray cluster of two nodes on this machine."""
+"""``python -m hybridtrain ray`` on a Ray cluster of two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 from torch import Tensor
 
-from hybridtrain import ray as engine
+from hybridtrain.cli.commands import ray as engine
 from tests.cli.conftest import summary
 from tests.cli.tiny import N, TinyModule
 
@@ -105,7 +105,14 @@ def started(cluster: str, folder: Path, *more: str, **model: Any) -> subprocess.
         **{f"model.{name}": value for name, value in model.items()},
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "hybridtrain.ray", *(f"{k}={v}" for k, v in given.items()), *more],
+        [
+            sys.executable,
+            "-m",
+            "hybridtrain",
+            "ray",
+            *(f"{k}={v}" for k, v in given.items()),
+            *more,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster},
@@ -237,10 +244,12 @@ SCRIPTS: dict[str, tuple[str, list[Any], int, list[int], str]] = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_becomes_of_the_others(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_hosts_stop_or_go_on_as_on_failure_says_when_one_ends(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     on_failure, script, status, started, said = SCRIPTS[name]
     fake = FakeRay(*script)
-    assert engine.Run(fake, fake.make, 2, on_failure).watch([], b"") == status
+    assert engine.RayRun(fake, fake.make, 2, on_failure).watch([], b"") == status
     # Host 0 is on the node of the command, which has bundle 1; a lost host is back in its own.
     assert fake.started == [(1 - host, host) for host in started] and fake.killed == 2
     assert said in capfd.readouterr().err and fake.script == []
@@ -249,7 +258,7 @@ def test_what_becomes_of_the_others(name: str, capfd: pytest.CaptureFixture[str]
 def test_hosts_that_do_not_end_by_themselves_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_GRACE_S", 0.01)
     fake = FakeRay((1, LOST))
-    assert engine.Run(fake, fake.make, 2, "stop").watch([], b"") == 1
+    assert engine.RayRun(fake, fake.make, 2, "stop").watch([], b"") == 1
     assert fake.killed == 2
 
 

@@ -1,4 +1,4 @@
-"""``python -m hybridtrain.replay``: runs of the command line, done again."""
+"""``python -m hybridtrain replay``: runs of the command line, done again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hybridtrain import HybridStrategy
-from hybridtrain.recording import read_record
-from hybridtrain.recording.record_file import CELL_BYTES, Writer
+from hybridtrain.engine.recording import read_record
+from hybridtrain.engine.recording.record_file import CELL_BYTES, Writer
 from tests.cli.conftest import Command, Replay
 from tests.cli.tiny import TINY
 from tests.cli.zygote import Zygote

@@ -366,7 +366,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_before_anything_starts(
     assert "format 99" in command(*TINY, "ckpt=new.ckpt").complaint
 
 
-def test_last_without_any_run_says_so(command: Command) -> None:
+def test_ckpt_last_without_any_run_says_that_there_is_none(command: Command) -> None:
     assert "no run of this model in outputs" in command("task=digits", "ckpt=last").complaint
 
 
@@ -400,7 +400,7 @@ def test_what_an_earlier_run_has_left_in_the_directory_is_not_gone_on_from(
     assert newest_of(Path("run")) == Path("run/checkpoints/last.ckpt").absolute()
 
 
-def test_what_was_left_there_is_known_where_the_directory_has_moved() -> None:
+def test_a_checkpoint_of_an_earlier_run_is_recognised_after_its_directory_has_moved() -> None:
     make_up_a_run("run")
     path = Path("run/checkpoints/last.ckpt")
     path.parent.mkdir()

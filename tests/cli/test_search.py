@@ -368,7 +368,7 @@ def test_what_is_reported_is_judged_by_its_own_direction(
 
 
 @pytest.mark.slow
-def test_the_values_come_without_a_pruner_too(
+def test_jobs_report_the_values_of_validations_also_without_a_pruner(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["model.lr=0.012345678,0.02", "hydra.sweeper.sampler=grid", "logger=none"]
@@ -454,7 +454,9 @@ def test_a_search_without_its_study_does_not_run_finished_jobs_again(
 
 
 @pytest.mark.slow
-def test_two_trials_at_once_and_an_interrupt_ends_both(zygote: Zygote, command: Command) -> None:
+def test_an_interrupt_ends_both_trials_that_run_at_once_and_both_are_resumed(
+    zygote: Zygote, command: Command
+) -> None:
     options = [*SEARCH, LR, "hydra.sweeper.n_trials=3", "hydra.launcher.at_once=2"]
     options += ["trainer.max_epochs=8", "model.sleep_s=0.03"]
     run = zygote.start(Path.cwd(), *options)

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from hybridtrain.cli.sweep import side_by_side
 from hybridtrain.cli.sweep.job_process import ENVIRONMENT
-from hybridtrain.cli.sweep.side_by_side import LEAST_BYTES, Job, Room, memory_of
-from hybridtrain.memory import limits
+from hybridtrain.cli.sweep.side_by_side import LEAST_BYTES, Room, SweepJob, memory_of
+from hybridtrain.engine.memory import limits
 from hybridtrain.report import charts
 from tests.cli.conftest import Command, summary
 from tests.cli.test_interrupt import ENDLESS, _none_left
@@ -25,13 +25,15 @@ from tests.picking import by_default
 GIB = 2**30
 
 
-def job(tmp_path: Path, devices: Any = 1, accelerator: str = "cpu", per_device: int = 1) -> Job:
+def job(
+    tmp_path: Path, devices: Any = 1, accelerator: str = "cpu", per_device: int = 1
+) -> SweepJob:
     config = {
         "trainer": {"devices": devices, "accelerator": accelerator},
         "strategy": {"workers_per_device": per_device},
         "hydra": {"sweep": {"dir": str(tmp_path), "subdir": "0"}, "job": {"num": 0}},
     }
-    return Job(OmegaConf.create(config), ())
+    return SweepJob(OmegaConf.create(config), ())
 
 
 @pytest.fixture
@@ -54,7 +56,9 @@ class Process:
     pid = 1
 
 
-def test_with_a_number_cores_are_shared_evenly(machine: dict[str, Any], tmp_path: Path) -> None:
+def test_a_number_of_jobs_at_once_shares_the_cores_evenly(
+    machine: dict[str, Any], tmp_path: Path
+) -> None:
     room, running = Room(3), list[Any]()
     found = []
     while (place := room.take(job(tmp_path), running)) is not None:
@@ -160,7 +164,9 @@ def test_an_end_of_the_sweep_ends_all_its_jobs(zygote: Zygote, ending: str) -> N
 
 
 @pytest.mark.slow
-def test_two_at_once_go_on_both(zygote: Zygote, command: Command) -> None:
+def test_two_jobs_that_were_killed_at_once_are_both_resumed(
+    zygote: Zygote, command: Command
+) -> None:
     options = [*TINY, "trainer.max_epochs=6", "model.sleep_s=0.03", "hydra.sweep.dir=jobs"]
     options += ["model.lr=0.01,0.02,0.03", "hydra.launcher.at_once=2"]
     run = zygote.start(Path.cwd(), "-m", *options)

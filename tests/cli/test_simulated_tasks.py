@@ -1,4 +1,4 @@
-"""`python -m hybridtrain.simulate task=...`: real gradients of configured tasks."""
+"""`python -m hybridtrain simulate task=...`: real gradients of configured tasks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.simulate import main
+from hybridtrain.cli.commands.simulate import main
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_losses_of_several_strategies_against_virtual_time(
+def test_losses_of_several_strategies_are_shown_against_virtual_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
@@ -90,7 +90,8 @@ def test_bad_input_is_one_line_on_standard_error(
 @pytest.mark.slow
 def test_without_a_task_nothing_of_lightning_is_imported() -> None:
     code = (
-        "import sys; from hybridtrain.simulate import main; main(['mini_batches=50']); "
+        "import sys; from hybridtrain.cli.commands.simulate import main; "
+        "main(['mini_batches=50']); "
         "print({'pytorch_lightning', 'hydra'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -119,7 +119,7 @@ def test_the_doctor_looks_at_two_nodes_and_then_they_train(slurm: None) -> None:
     )
     tiny = "model._target_=tests.cli.tiny.TinyModule data._target_=tests.cli.tiny.TinyData "
     tiny += "trainer.max_epochs=2 trainer.accelerator=cpu trainer.devices=1 hydra.run.dir=run"
-    status, said = batch("hybridtrain.doctor", f"{tiny} wait_s=300")
+    status, said = batch("hybridtrain doctor", f"{tiny} wait_s=300")
     assert status == 0, said
     assert "ok    host 1  agreement" in said and "host 1  connection" in said
     status, said = batch("hybridtrain", f"{tiny} logger=none")

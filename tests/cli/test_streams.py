@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from hybridtrain import compare, replay, transcribe, vectors
 from hybridtrain.cli import quiet
+from hybridtrain.cli.commands import compare, replay, transcribe, vectors
+from hybridtrain.cli.commands import plan as plan_cli
+from hybridtrain.cli.commands import simulate as simulate_cli
 from hybridtrain.cli.entry import main
 from hybridtrain.cli.explain import explain
-from hybridtrain.memory.arena import Arena
-from hybridtrain.plan import plan_cli
-from hybridtrain.simulate import simulate_cli
+from hybridtrain.engine.memory.arena import Arena
+from hybridtrain.engine.worlds.worker_main import WorkerStart
 from hybridtrain.tasks.speech import lm
 from hybridtrain.util import arguments, streams
 from hybridtrain.util.streams import say
-from hybridtrain.worlds.local.worker_main import WorkerStart
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TINY, TinyModule
 from tests.picking import by_default
@@ -103,7 +103,7 @@ def test_a_disk_without_inodes_is_named_though_the_system_names_no_file() -> Non
 
 def test_a_limit_of_file_sizes_is_named_with_the_way_out() -> None:
     script = (
-        "import resource\nfrom hybridtrain.memory.arena import Arena\n"
+        "import resource\nfrom hybridtrain.engine.memory.arena import Arena\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
         "try: Arena.create(1 << 17)\nexcept ValueError as error: print(error)"
     )

@@ -152,7 +152,7 @@ def test_a_page_that_cannot_be_made_does_not_change_how_the_sweep_ends(
     monkeypatch.setattr("hybridtrain.cli.sweep.job_launcher.compare", fail)
     result = command("-m", *TINY, "model.width=1,2", "hydra.sweep.dir=jobs")
     assert result.code == 0 and "side by side" not in result.out
-    assert "python -m hybridtrain.compare jobs" in result.complaint
+    assert "python -m hybridtrain compare jobs" in result.complaint
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
@@ -199,7 +199,7 @@ def test_the_table_says_why_a_job_failed_and_hides_what_all_jobs_share() -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_jobs_in_fresh_interpreters_with_ranks_in_fresh_interpreters(
+def test_jobs_and_ranks_in_fresh_interpreters_train_on_each_sample_once_per_epoch(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a machine with CUDA does: no process is forked, and none re-enters the sweep."""

@@ -129,7 +129,9 @@ def test_a_job_that_would_be_configured_otherwise_is_named(ended: Command) -> No
     assert "sweeps/1/0 had another configuration: trainer.max_epochs=1, then 7" in complaint
 
 
-def test_what_was_null_has_changed_too_and_what_is_new_has_not(tmp_path: Path) -> None:
+def test_a_value_in_place_of_null_is_another_configuration_and_a_new_key_is_not(
+    tmp_path: Path,
+) -> None:
     then, now = {"a": {"b": None}}, {"a": {"b": 0.01}, "c": 1}
     assert [*changed_keys(then, now)] == [("a.b", None, 0.01), ("c", ABSENT, 1)]
     path = tmp_path / ".hydra/config.yaml"

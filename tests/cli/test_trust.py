@@ -19,15 +19,15 @@ import torch
 from omegaconf import OmegaConf
 
 from hybridtrain.cli import claim
+from hybridtrain.cli.commands.transcribe import load_module
 from hybridtrain.cli.hydra_config import complete_overrides
 from hybridtrain.cli.resume import expanded
 from hybridtrain.cli.sweep import resumed
 from hybridtrain.cli.sweep.resumed import Sweep
+from hybridtrain.engine.recording import find_record, read_record
+from hybridtrain.engine.recording.record_file import Writer
 from hybridtrain.errors import UserError
-from hybridtrain.recording import find_record, read_record
-from hybridtrain.recording.record_file import Writer
 from hybridtrain.report.runs import read_run
-from hybridtrain.transcribe import load_module
 from tests.cli.busy import BUSY
 from tests.cli.conftest import Command, Replay
 from tests.cli.tiny import TINY
@@ -84,7 +84,9 @@ def test_a_run_listens_to_nothing_but_what_its_processes_have_inherited(
 
 
 @LINUX
-def test_ddp_does_listen_and_that_is_seen(zygote: Zygote, tmp_path: Path) -> None:
+def test_the_search_for_listening_sockets_finds_those_of_ddp(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     run = zygote.start(tmp_path, *BUSY, "data.loaders=0", "strategy=ddp")
     run.until("reached")
     assert {"tcp", "tcp6"} & set(sockets_of(run).values())
@@ -123,7 +125,7 @@ def yaml_bomb(path: Path) -> None:
     path.write_text("a: !!python/object/apply:os.mkdir [exploded]\n")
 
 
-def test_the_bomb_would_explode() -> None:
+def test_the_malicious_pickle_of_these_tests_executes_code_when_it_is_unpickled() -> None:
     pickle.loads(pickle.dumps(Bomb()))
     assert Path("exploded").is_dir()
 

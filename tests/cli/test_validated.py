@@ -86,7 +86,7 @@ def test_the_metrics_are_those_of_the_checkpoint_that_the_monitor_has_chosen(
         ["callbacks=none"],
     ),
 )
-def test_without_a_monitor_they_are_those_of_the_last_validation(
+def test_metrics_without_a_monitor_are_those_of_the_last_validation(
     command: Command, more: list[str]
 ) -> None:
     assert command(*OWN, *more).code == 0
@@ -111,7 +111,9 @@ def test_a_run_that_goes_on_knows_the_validation_of_its_best_checkpoint(command:
 
 
 @pytest.mark.slow
-def test_a_sweep_compares_and_returns_it(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_compares_and_returns_the_monitored_validation_metric(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = []
     made = job_launcher._job_return
     monkeypatch.setattr(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from hybridtrain.engine.exchanges import begin_policy, exchange_of
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.updates.named import make_update, update_of
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import begin_policy, exchange_of
-from hybridtrain.policies import make_policy
-from hybridtrain.updates.named import make_update, update_of
 
 WHOLE = "a whole number from 1 on"
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.exchanges import make_exchange
-from hybridtrain.policies import make_policy
-from hybridtrain.worlds.virtual.network import Conditions, Network
-from hybridtrain.worlds.virtual.script import Dies, Joins, Script
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.engine.exchanges import make_exchange
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.virtual.network import Conditions, Network
+from hybridtrain.virtual.script import Dies, Joins, Script
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 
 N, SMALL = 5000, 10
 PLAIN_BYTES = 4 * (N + SMALL)
@@ -105,7 +105,9 @@ def test_the_groups_of_an_optimizer_may_have_any_order() -> None:
     ("compress", "factor"),
     [("int8", 1.01), ("int4", 1.01), ({"name": "topk", "density": 0.1}, 1.05)],
 )
-def test_it_comes_as_close_as_without(compress: Any, factor: float) -> None:
+def test_encoded_movements_come_as_close_to_the_minimum_as_plain_ones(
+    compress: Any, factor: float
+) -> None:
     task = Valley(2)
     plain, encoded = world(movement(), task=task), world(movement(compress), task=task)
     wanted, found = (task.loss(parameters_after(made, 20)) for made in (plain, encoded))
@@ -129,7 +131,7 @@ def test_sums_of_gradients_are_encoded_too() -> None:
 
 
 @pytest.mark.parametrize(("compress", "n_bytes"), [(None, PLAIN_BYTES), ("int8", INT8_BYTES)])
-def test_what_travels_takes_as_long_as_it_is_large(compress: Any, n_bytes: int) -> None:
+def test_time_on_the_network_follows_the_encoded_size(compress: Any, n_bytes: int) -> None:
     """Steps that nothing follows do not travel; the release brings whole parameters."""
     network = Network(latency_s=0.5, bandwidth=10_000, size_bytes=PLAIN_BYTES)
     far = world(movement(compress), conditions=Conditions(network))

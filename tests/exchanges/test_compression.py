@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.errors import UserError
-from hybridtrain.exchanges import make_exchange
-from hybridtrain.exchanges.compression import (
+from hybridtrain.engine.exchanges import make_exchange
+from hybridtrain.engine.exchanges.compression import (
     Compressor,
     bytes_of,
     decode,
@@ -20,7 +19,8 @@ from hybridtrain.exchanges.compression import (
     unpack,
     unpack_places,
 )
-from hybridtrain.exchanges.movement import Movement
+from hybridtrain.engine.exchanges.movement import Movement
+from hybridtrain.errors import UserError
 
 SIZES = (0, 1, 2, 63, 4095, 4096, 4097, 9000)
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -128,7 +128,7 @@ def test_a_large_parameter_takes_so_many_times_fewer_bytes(given: Any, ratio: fl
     assert 4 * 2**20 / bytes_of(codec, (2**20,), F32) > ratio
 
 
-def test_no_value_at_all_takes_no_bytes() -> None:
+def test_absent_and_empty_values_take_no_bytes() -> None:
     encoded = Compressor(make_codec("int8")).offer([None, torch.empty(0)], 1.0).encoded
     assert encoded is not None
     assert len(encoded) == 0
@@ -162,7 +162,7 @@ def test_whole_numbers_are_at_most_half_a_scale_off(
         assert (decoded - chunk).abs().max() <= scale / 2 * (1 + 1e-5)
 
 
-def test_halves_are_rounded_to_even() -> None:
+def test_int8_rounds_halves_to_even() -> None:
     codec: Any = make_codec({"name": "int8", "chunk": 5000})
     value = torch.zeros(5000)
     value[:6] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
@@ -171,7 +171,7 @@ def test_halves_are_rounded_to_even() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, None])
-def test_the_largest_are_kept_and_none_of_them_becomes_zero(bits: int | None) -> None:
+def test_topk_keeps_the_largest_values_and_turns_none_of_them_into_zero(bits: int | None) -> None:
     codec: Any = make_codec({"name": "topk", "bits": bits})
     value = numbers(8192)
     (found,) = sent(Compressor(codec), codec, [value])
@@ -204,7 +204,9 @@ def test_zeros_stay_zeros(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16])
 @pytest.mark.parametrize("given", [TOP, TOP | {"bits": None}, "int4"], ids=str)
-def test_without_decay_nothing_is_lost(given: Any, dtype: torch.dtype) -> None:
+def test_values_sent_and_values_left_over_add_up_to_what_was_moved_without_decay(
+    given: Any, dtype: torch.dtype
+) -> None:
     """What was sent and what is left are what workers have moved."""
     codec: Any = make_codec(given)
     compressor = Compressor(codec)
@@ -221,7 +223,7 @@ def test_without_decay_nothing_is_lost(given: Any, dtype: torch.dtype) -> None:
         assert left[number].abs().max() > 0
 
 
-def test_what_is_left_decays() -> None:
+def test_error_decay_shrinks_the_values_that_were_left_over() -> None:
     codec: Any = make_codec({"name": "topk", "bits": None, "density": 0.25, "error_decay": 0.5})
     compressor = Compressor(codec)
     first = sent(compressor, codec, [torch.tensor([8.0, 4.0, 2.0, 1.0])])[0]
@@ -231,7 +233,7 @@ def test_what_is_left_decays() -> None:
     assert compressor.state()[0].tolist() == [0.0, 0.0, 1.0, 0.5]
 
 
-def test_what_is_left_is_the_state_of_an_exchange_and_a_new_one_has_none() -> None:
+def test_values_left_over_are_the_state_of_an_exchange_and_a_new_one_has_none() -> None:
     values = [numbers(50), numbers(6000)]
     one, other, new = (make_exchange({"name": "movement", "compress": "topk"}) for _ in range(3))
     assert isinstance(one, Movement) and isinstance(other, Movement) and isinstance(new, Movement)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from theory.local import pulled
 
+from hybridtrain.engine.exchanges import begin_policy, make_exchange
+from hybridtrain.engine.policies import make_policy
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import begin_policy, make_exchange
-from hybridtrain.policies import make_policy
-from hybridtrain.worlds.virtual.network import Conditions
-from hybridtrain.worlds.virtual.script import Dies, Joins, Script
+from hybridtrain.virtual.network import Conditions
+from hybridtrain.virtual.script import Dies, Joins, Script
 from tests.exchanges.test_own_parameters import Two, adam, momentum, world
 
 
@@ -56,7 +56,9 @@ class Pulling:
 
 @pytest.mark.parametrize("make", [sgd, nesterov, adam])
 @pytest.mark.parametrize(("workers", "every"), [(1, 1), (2, 3), (4, 2)])
-def test_one_by_one_it_is_the_algorithm_of_the_paper(workers: int, every: int, make: Any) -> None:
+def test_elastic_averaging_of_one_worker_after_another_is_the_algorithm_of_the_paper(
+    workers: int, every: int, make: Any
+) -> None:
     task, alpha = Two(workers), 0.9 / workers
     made = world(task, workers, make, {"name": "elastic", "every": every}, policy="async")
     made.run(until_s=12.5)  # all make 12 steps, one behind the other
@@ -71,7 +73,9 @@ def test_one_by_one_it_is_the_algorithm_of_the_paper(workers: int, every: int, m
 
 
 @pytest.mark.parametrize(("workers", "every"), [(1, 2), (3, 1), (3, 4)])
-def test_all_at_once_it_is_the_synchronous_form(workers: int, every: int) -> None:
+def test_elastic_averaging_of_all_workers_at_once_is_its_synchronous_form(
+    workers: int, every: int
+) -> None:
     task, alpha = Two(workers), 0.2
     exchange = {"name": "elastic", "every": every, "alpha": alpha}
     made = world(task, workers, momentum, exchange)
@@ -87,7 +91,7 @@ def test_all_at_once_it_is_the_synchronous_form(workers: int, every: int) -> Non
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def test_without_a_force_the_centre_stays_and_each_is_alone() -> None:
+def test_elastic_averaging_with_alpha_0_keeps_the_centre_and_each_worker_trains_alone() -> None:
     task = Two(2)
     made = world(task, 2, momentum, {"name": "elastic", "every": 2, "alpha": 0.0}, policy="async")
     made.run(until_s=10.5)
@@ -146,14 +150,16 @@ def test_round_robin_is_stable_up_to_the_edge_of_the_paper(
         ({"tau": 4}, ["exchange.tau", "elastic takes every, alpha, beta"]),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], fragments: list[str]) -> None:
+def test_elastic_options_that_make_no_sense_are_refused(
+    given: dict[str, Any], fragments: list[str]
+) -> None:
     with pytest.raises(UserError) as error:
         make_exchange({"name": "elastic", **given})
     for fragment in fragments:
         assert fragment in str(error.value)
 
 
-def test_forces_cannot_be_put_aside() -> None:
+def test_elastic_averaging_is_refused_under_a_policy_that_puts_contributions_aside() -> None:
     policy = make_policy({"name": "k_batch_async", "k": 2})
     with pytest.raises(UserError, match=r"exchange=elastic.*put aside.*averaged"):
         begin_policy(policy, make_exchange("elastic"), 3)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.engine.exchanges import begin_policy, make_exchange
+from hybridtrain.engine.exchanges.movement import interval
+from hybridtrain.engine.policies import make_policy
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import begin_policy, make_exchange
-from hybridtrain.exchanges.movement import interval
-from hybridtrain.policies import make_policy
 from tests.exchanges.test_own_parameters import Two, momentum, world
 
 
@@ -20,17 +20,17 @@ def lengths(given: Any, rates: list[float]) -> list[int]:
     return [made.length(SimpleNamespace(rate=r, worker=0, workers=1)) for r in rates]  # type: ignore
 
 
-def test_until_a_step_and_from_then_on() -> None:
+def test_an_interval_changes_from_the_given_step_on() -> None:
     assert lengths({"then": 4, "at": 3}, [0.1] * 6) == [1, 1, 1, 4, 4, 4]
     assert lengths({"then": 4, "at": 1, "first": 2}, [0.1] * 3) == [2, 4, 4]
 
 
-def test_until_the_learning_rate_falls_a_warm_up_apart() -> None:
+def test_an_interval_changes_when_the_learning_rate_falls_after_its_warm_up() -> None:
     rates = [0.1, 0.2, 0.4, 0.4, 0.04, 0.04, 0.5]
     assert lengths({"then": 8, "at": "first_decay"}, rates) == [1, 1, 1, 1, 1, 8, 8]
 
 
-def test_it_goes_on_where_a_checkpoint_was() -> None:
+def test_an_interval_that_changes_at_a_step_goes_on_from_its_saved_state() -> None:
     local: Any = SimpleNamespace(rate=0.1)
     first = interval({"then": 5, "at": 3})
     assert [first.length(local) for _ in range(2)] == [1, 1]
@@ -39,7 +39,7 @@ def test_it_goes_on_where_a_checkpoint_was() -> None:
     assert [second.length(local) for _ in range(3)] == [1, 5, 5]
 
 
-def test_steps_by_speed_are_rounded_down_and_never_none() -> None:
+def test_intervals_by_the_speed_of_workers_are_rounded_down_and_at_least_1() -> None:
     """DyLU, with the seconds of the toy of Liu et al. 2024."""
     made: Any = interval({"longest": 20, "seconds_per_step": [0.58, 0.75, 1.51, 3.33]})
     assert made.lengths == (20, 15, 7, 3)
@@ -47,7 +47,7 @@ def test_steps_by_speed_are_rounded_down_and_never_none() -> None:
     assert slow.lengths == (2, 1)
 
 
-def test_before_the_switch_it_is_hybrid_and_then_local_sgd() -> None:
+def test_an_interval_that_grows_at_a_step_is_hybrid_before_and_local_sgd_afterwards() -> None:
     """Momentum, too: it is linear in the gradients, so the mean of all workers' is hybrid's."""
     task = Two(3)
     later, hybrid = (
@@ -87,7 +87,7 @@ def test_each_worker_has_its_own_number_of_steps() -> None:
         ({"longest": 0, "seconds_per_step": [1.0]}, ["exchange.every.longest=0"]),
     ],
 )
-def test_what_makes_no_sense_is_refused(every: Any, fragments: list[str]) -> None:
+def test_an_interval_that_makes_no_sense_is_refused(every: Any, fragments: list[str]) -> None:
     with pytest.raises(UserError) as error:
         make_exchange({"name": "movement", "every": every})
     for fragment in fragments:
@@ -104,7 +104,7 @@ def test_there_is_one_number_for_each_worker_or_one_for_all() -> None:
         begin_policy(make_policy("async"), alone, 2)
 
 
-def test_what_is_said_of_seconds_is_what_was_given() -> None:
+def test_errors_about_seconds_per_step_show_the_value_that_was_given() -> None:
     every = {"longest": 8, "seconds_per_step": [1.0, 2.0]}
     exchange = make_exchange({"name": "movement", "every": every})
     given = r"exchange.every.seconds_per_step=\[1.0, 2.0\] was given"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.exchanges import make_exchange
-from hybridtrain.exchanges.exchange import Await, Leaving, Offer
+from hybridtrain.engine.exchanges import make_exchange
+from hybridtrain.engine.exchanges.exchange import Await, Leaving, Offer
 
 EXCHANGES: dict[str, dict[str, Any]] = {
     "movement": {"name": "movement", "every": 3},
@@ -71,7 +71,7 @@ class Worker:
 
 @pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize("fresh", [True, False])
-def test_it_goes_on_from_its_state(name: str, fresh: bool) -> None:
+def test_an_exchange_goes_on_from_its_saved_state(name: str, fresh: bool) -> None:
     exchange, worker = make_exchange(EXCHANGES[name]), Worker(fresh)
     going_on = []
     for n in range(len(SAMPLES) + 1):
@@ -89,7 +89,7 @@ def test_it_goes_on_from_its_state(name: str, fresh: bool) -> None:
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_all_samples_are_told_of_once_and_then_there_is_nothing_more(name: str) -> None:
+def test_an_exchange_tells_of_all_samples_once_and_then_of_nothing_more(name: str) -> None:
     exchange, worker = make_exchange(EXCHANGES[name]), Worker(fresh=True)
     for samples in SAMPLES:
         worker.advance(exchange, samples)
@@ -101,7 +101,7 @@ def test_all_samples_are_told_of_once_and_then_there_is_nothing_more(name: str) 
 
 
 @pytest.mark.parametrize("name", ["movement", "encoded", "elastic"])
-def test_behind_its_turn_there_is_nothing_to_hand_over(name: str) -> None:
+def test_an_exchange_that_has_just_handed_over_has_nothing_left_at_the_end(name: str) -> None:
     exchange, worker = make_exchange(EXCHANGES[name]), Worker(fresh=True)
     for samples in SAMPLES[:3]:
         worker.advance(exchange, samples)

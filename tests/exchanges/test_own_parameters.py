@@ -10,13 +10,13 @@ import pytest
 import torch
 from theory.local import Bowls
 
+from hybridtrain.engine.exchanges import LocalExchange, begin_policy, make_exchange
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.updates.named import make_update, update_of
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import LocalExchange, begin_policy, make_exchange
-from hybridtrain.policies import make_policy
-from hybridtrain.updates.named import make_update, update_of
-from hybridtrain.worlds.virtual.network import Conditions, Network
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.virtual.network import Conditions, Network
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 
 CONSTANT = ServiceTimes("constant")
 
@@ -271,7 +271,7 @@ def test_an_overlapped_fetch_costs_no_time_and_one_replica_no_accuracy() -> None
     assert ends == {None: pytest.approx(8 + 7 * 0.8 + 0.4), "overlapped": 8.4}
 
 
-def test_a_fetch_that_is_neither_is_refused() -> None:
+def test_an_unknown_value_of_exchange_fetch_is_refused() -> None:
     with pytest.raises(UserError, match=r"exchange.fetch='later'.*overlapped.*or null"):
         make_exchange({"name": "accumulated", "fetch": "later"})
 

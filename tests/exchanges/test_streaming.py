@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.engine.exchanges import begin_policy, make_exchange
+from hybridtrain.engine.exchanges.streaming import fragments_of
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.updates.named import make_update
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import begin_policy, make_exchange
-from hybridtrain.exchanges.streaming import fragments_of
-from hybridtrain.policies import make_policy
-from hybridtrain.updates.named import make_update
-from hybridtrain.worlds.virtual.network import Conditions, Network
+from hybridtrain.virtual.network import Conditions, Network
 from tests.exchanges.test_own_parameters import adam, world
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -106,7 +106,7 @@ def written_down(
         (2, 2, 0, 1.0),
     ],
 )
-def test_it_is_the_algorithm_of_the_paper(
+def test_streaming_diloco_is_the_algorithm_of_the_paper(
     every: int, fragments: int, overlap: int, mix: float
 ) -> None:
     made = simulated(streaming(every, fragments, overlap, mix), workers=3)
@@ -125,7 +125,7 @@ def test_one_fragment_without_overlap_is_diloco_to_the_bit() -> None:
     assert runs[0].now_s == runs[1].now_s
 
 
-def test_what_is_handed_over_leads_downhill() -> None:
+def test_the_pseudo_gradients_of_streaming_diloco_lead_downhill() -> None:
     """The sign of the pseudo-gradient: with plain SGD outside, masters go where workers are."""
     task = Layers(1)
     made = world(task, 1, adam, streaming(2, 2), update=make_update({"name": "sgd", "lr": 1.0}))
@@ -137,7 +137,7 @@ def test_what_is_handed_over_leads_downhill() -> None:
     assert after < 0.8 * before
 
 
-def test_only_a_fragment_travels() -> None:
+def test_streaming_diloco_sends_only_one_fragment_at_a_time() -> None:
     made = simulated(streaming(4, 2))
     made.run(updates=1)
     assert made.server.statistics.sent_bytes == 2 * 8 * (6 + 3)  # workers, bytes, first layer
@@ -178,7 +178,9 @@ def test_fragments_are_layers_by_turns() -> None:
         ({"overlaps": 1}, ["exchange.overlaps", "did you mean overlap?"]),
     ],
 )
-def test_bad_values_are_said(options: dict[str, Any], fragments: list[str]) -> None:
+def test_bad_options_of_the_streaming_exchange_are_refused(
+    options: dict[str, Any], fragments: list[str]
+) -> None:
     with pytest.raises(UserError) as error:
         make_exchange({"name": "streaming", **options})
     for fragment in fragments:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hybridtrain.engine.exchanges import begin_policy, make_exchange
+from hybridtrain.engine.policies import make_policy
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import begin_policy, make_exchange
-from hybridtrain.policies import make_policy
 from hybridtrain.util.option_types import as_typed
 
 

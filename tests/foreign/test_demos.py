@@ -78,7 +78,7 @@ def test_the_boring_modules_own_loaders_and_steps_all_run(strategy: str, kind: A
     assert trainer.predict(module)
 
 
-def test_the_boring_datamodule() -> None:
+def test_the_boring_datamodule_equals_one_process_on_the_union_of_the_batches() -> None:
     module, reference = seeded(BoringModel), seeded(BoringModel)
     trainer, losses = train(module, datamodule=(data := BoringDataModule()), max_epochs=2)
     subset = data.random_full.data[:64]
@@ -129,7 +129,7 @@ class Summing(DemoModel):
 @pytest.mark.parametrize(
     "data", [RandomDictDataset(32, 32), RandomIterableDatasetWithLen(32, 32)], ids=["dict", "len"]
 )
-def test_the_demos_other_data_sets(data: Any) -> None:
+def test_dict_and_sized_iterable_data_sets_of_the_demos_are_trained_on(data: Any) -> None:
     _, losses = train(seeded(Summing), train_dataloaders=DataLoader(data, batch_size=4))
     assert losses.fell()
 
@@ -155,7 +155,7 @@ class Convolutional(pl.LightningModule):
 
 
 @pytest.mark.slow
-def test_the_mnist_datamodule_and_the_demo_net(
+def test_the_mnist_datamodule_and_the_demo_net_equal_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files it would download are there already: bars whose place is the digit."""

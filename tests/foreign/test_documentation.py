@@ -48,7 +48,7 @@ class LitAutoEncoder(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def test_the_autoencoder_of_the_readme() -> None:
+def test_the_autoencoder_of_the_readme_equals_one_process() -> None:
     data = pictures()
     module, reference = seeded(LitAutoEncoder), seeded(LitAutoEncoder)
     trainer, losses = train(module, train_dataloaders=DataLoader(data, 4), max_epochs=4)
@@ -212,7 +212,7 @@ class Generation(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)  # the frozen ones too, as many do
 
 
-def test_a_frozen_backbone_as_in_the_page_on_transfer_learning() -> None:
+def test_a_frozen_backbone_as_in_the_page_on_transfer_learning_stays_as_it_is() -> None:
     data = pictures()
     module, reference = seeded(Generation), seeded(Generation)
     before = {k: v.clone() for k, v in module.feature_extractor.state_dict().items()}

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.recording import read_record
 from hybridtrain.lightning.replay.replay_fit import replay_fit
-from hybridtrain.recording import read_record
 from tests.foreign.strangers import (
     SEED,
     alone,

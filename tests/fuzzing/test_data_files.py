@@ -23,8 +23,8 @@ from hybridtrain.tasks.speech.sources.manifest import read_manifest
 from hybridtrain.tasks.speech.sources.utterance import load_audio, probe, resampled_length
 from hybridtrain.tasks.words.questions import KnownWords, read_vectors, write_vectors
 from hybridtrain.tasks.words.text_data import TextFiles, count
-from hybridtrain.worlds.virtual.script import read_script
-from hybridtrain.worlds.virtual.service_times import Measured, read_times
+from hybridtrain.virtual.script import read_script
+from hybridtrain.virtual.service_times import Measured, read_times
 from tests.fuzzing.mutations import damaged, faults
 
 Reads = Callable[[Path], object]

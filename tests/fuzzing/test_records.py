@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hybridtrain import replay
-from hybridtrain.recording import Record, read_record
-from hybridtrain.recording.observed import observed_in
-from hybridtrain.recording.record_file import Writer
-from hybridtrain.recording.record_reader import times_of
+from hybridtrain.cli.commands import replay
+from hybridtrain.engine.recording import Record, read_record
+from hybridtrain.engine.recording.observed import observed_in
+from hybridtrain.engine.recording.record_file import Writer
+from hybridtrain.engine.recording.record_reader import times_of
 from tests.cli.tiny import TINY
 from tests.cli.zygote import Zygote
 from tests.fuzzing.mutations import EXTREMES, damaged, faults, swapped

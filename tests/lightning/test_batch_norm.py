@@ -61,7 +61,9 @@ def compare(one: Any, many: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", by_default([2, 3], 2))
-def test_so_they_are_of_accumulated_mini_batches_of_unequal_size(workers: int) -> None:
+def test_statistics_of_accumulated_mini_batches_of_unequal_size_are_those_of_the_union(
+    workers: int,
+) -> None:
     """The last global mini-batch has 5 samples, so the workers' shares differ from the first's."""
     options = {"n": 41, "accumulate_grad_batches": 2, "max_epochs": 1}
     one, _ = train(1, 12, **options)

@@ -220,7 +220,7 @@ def test_the_command_line_takes_the_package_of_the_users_module(tmp_path: Path) 
     own = ("task=own", "model._target_=mine.Net", "data._target_=mine.Data", "trainer.devices=2")
     command("hybridtrain", *own, "trainer.max_epochs=1", "run_dir=run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == 4
-    assert "equal to the bit" in command("hybridtrain.replay", "run=run")
+    assert "equal to the bit" in command("hybridtrain", "replay", "run=run")
     checkpoint = next((tmp_path / "run" / "checkpoints").glob("*.ckpt"))
     other = (*own[:1], "model._target_=other.Net", "data._target_=other.Data", own[3])
     command("hybridtrain", *other, f"ckpt={checkpoint}", "trainer.max_epochs=2", "run_dir=again")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hybridtrain import HybridStrategy
-from hybridtrain.schemes import parts_of
+from hybridtrain.engine.options.schemes import parts_of
 from tests.lightning.toys import Regression, fit, regression_data
 from tests.picking import but_slow
 from tests.support.counts import PAGE, STRATEGIES, by_hand, counted, ended, put, table, written

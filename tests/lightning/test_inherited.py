@@ -24,10 +24,10 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy, Server, Worker
+from hybridtrain.engine.monitoring import watchdog
+from hybridtrain.engine.options.schemes import parts_of
+from hybridtrain.engine.recording import find_record, read_record
 from hybridtrain.lightning.replay.replay_fit import replay_fit
-from hybridtrain.monitoring import watchdog
-from hybridtrain.recording import find_record, read_record
-from hybridtrain.schemes import parts_of
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 from tests.picking import by_default

@@ -180,7 +180,7 @@ def assert_same(one: Any, other: Any, rtol: float, path: str = "") -> None:
 
 
 @pytest.mark.parametrize("kind", by_default(KINDS, Two))
-def test_it_holds_what_one_process_would_have_written_and_one_key_more(
+def test_a_checkpoint_holds_what_one_process_would_have_written_and_one_key_more(
     kind: Any, tmp_path: Path
 ) -> None:
     run("hybrid", kind, tmp_path, 3)
@@ -222,7 +222,9 @@ def test_the_continued_run_equals_the_uninterrupted_one(
     "kind", [Two, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Plateau, Cycle))]
 )
 @pytest.mark.slow
-def test_to_ddp_and_back(kind: Any, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_under_ddp_and_back_equals_one_process(
+    kind: Any, tmp_path: Path
+) -> None:
     run("hybrid", kind, tmp_path / "a", 2)
     run_ddp(kind, tmp_path / "b", 4, str(tmp_path / "a" / "last.ckpt"))
     back = run("hybrid", kind, tmp_path / "c", 6, str(tmp_path / "b" / "last.ckpt"))
@@ -237,7 +239,7 @@ def test_to_ddp_and_back(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "precision", by_default(["32-true", "bf16-mixed", "bf16-true"], "bf16-true")
 )
-def test_with_the_same_workers_it_goes_on_to_the_bit(
+def test_a_run_resumed_with_the_same_workers_goes_on_to_the_bit(
     kind: Any, precision: str, tmp_path: Path
 ) -> None:
     """64-true is left out: Lightning restores its weights through float32, in any strategy."""

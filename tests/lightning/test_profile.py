@@ -15,8 +15,8 @@ from pytorch_lightning.profilers import PassThroughProfiler
 
 import hybridtrain
 from hybridtrain import StepProfiler
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, fit
 from tests.profiling.test_profiling import check_trace
 
@@ -95,7 +95,9 @@ def test_without_a_lock_updates_are_the_workers_own(tmp_path: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ssp", "synchronous"])
-def test_other_policies_and_a_single_worker(strategy: str, tmp_path: Path) -> None:
+def test_steps_of_other_policies_and_of_a_single_worker_are_profiled(
+    strategy: str, tmp_path: Path
+) -> None:
     fit(
         strategy,
         2,

@@ -30,7 +30,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.schemes import parts_of
+from hybridtrain.engine.options.schemes import parts_of
 from tests.picking import but_slow
 
 LONE = ("backup", "k_async", "synchronous", "async", "ssp", "grace", "hogwild", "k_batch_sync")

@@ -47,7 +47,7 @@ def fit(module: pl.LightningModule, strategy: HybridStrategy) -> pl.Trainer:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("where", HOOKS)
-def test_the_line_is_named(where: str) -> None:
+def test_a_stop_iteration_in_a_hook_is_an_error_that_names_the_line(where: str) -> None:
     with pytest.raises(RuntimeError, match=r"StopIteration.*test_stop_iteration.py.*of the user"):
         fit(Careless(where), HybridStrategy("hybrid"))
 
@@ -55,13 +55,15 @@ def test_the_line_is_named(where: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["hybrid", "async", "hogwild"])
 @pytest.mark.parametrize("where", SEVERAL)
-def test_the_line_is_named_everywhere(where: str, policy: str) -> None:
+def test_a_stop_iteration_in_any_hook_names_the_line_under_several_policies(
+    where: str, policy: str
+) -> None:
     with pytest.raises(RuntimeError, match=r"StopIteration.*test_stop_iteration.py.*of the user"):
         fit(Careless(where), HybridStrategy(policy))
 
 
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
-def test_the_worker_is_restarted_as_after_any_failure(
+def test_a_worker_with_a_stop_iteration_is_restarted_as_after_any_failure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], policy: str
 ) -> None:
     mark = tmp_path / "raised"
@@ -148,7 +150,9 @@ def run(use: str, policy: str, workers: int, loader: DataLoader[Any]) -> None:
         ("worker_init_fn", "predict", "hybrid", 1),
     ],
 )
-def test_data_that_stop_are_no_end(kind: str, use: str, policy: str, loaders: int) -> None:
+def test_a_stop_iteration_in_data_code_is_an_error_and_no_end_of_the_data(
+    kind: str, use: str, policy: str, loaders: int
+) -> None:
     with pytest.raises(RuntimeError, match=f"(?s){NAMED}"):
         run(use, policy, 2, LOADERS[kind](loaders))
 
@@ -159,7 +163,7 @@ def test_data_that_stop_are_no_end(kind: str, use: str, policy: str, loaders: in
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
 @pytest.mark.parametrize("use", ["fit", "validation", "predict"])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_data_that_stop_are_no_end_anywhere(
+def test_a_stop_iteration_in_data_code_is_an_error_in_every_kind_of_run(
     kind: str, use: str, policy: str, workers: int, loaders: int
 ) -> None:
     with pytest.raises(RuntimeError, match=f"(?s){NAMED}"):

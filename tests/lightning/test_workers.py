@@ -165,7 +165,7 @@ def test_validation_in_async_sees_one_and_the_same_model_in_all_workers() -> Non
     assert float(trainer.callback_metrics["spread"]) == 0.0
 
 
-def test_collectives_within_the_loop(tmp_path: Path) -> None:
+def test_collectives_within_the_training_loop_include_all_workers(tmp_path: Path) -> None:
     class Collective(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -280,7 +280,7 @@ def test_async_with_one_worker_is_plain_training() -> None:
     assert torch.equal(flat(alone), flat(hybrid))
 
 
-def test_batches_from_loader_processes() -> None:
+def test_mini_batches_from_loader_processes_give_the_same_bits() -> None:
     data = regression_data(48)
     inline, _ = fit("hybrid", 2, 6, max_epochs=2)
     pl.seed_everything(7, verbose=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import Parameter
 
-from hybridtrain.memory import overlapping
+from hybridtrain.engine.memory import overlapping
 
 
 def named(*tensors: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -20,7 +20,7 @@ def test_parts_of_one_storage_that_do_not_touch_are_no_overlap() -> None:
     assert overlapping(named(Parameter(table[:, :3]), Parameter(table[:, 3:]))) is None
 
 
-def test_two_that_share_elements_are_both_named() -> None:
+def test_two_parameters_that_share_elements_are_both_named() -> None:
     flat = torch.zeros(12)
     assert overlapping(named(Parameter(flat[:7]), Parameter(flat[6:]))) == ("a", "b")
     table = torch.zeros(4, 6)
@@ -37,7 +37,7 @@ def test_an_overlap_is_found_behind_a_short_one_in_between() -> None:
     assert overlapping(named(whole, Parameter(flat[2:3]), Parameter(flat[90:91]))) == ("a", "b")
 
 
-def test_elements_that_share_memory_with_one_another() -> None:
+def test_a_parameter_whose_own_elements_share_memory_is_named() -> None:
     assert overlapping(named(Parameter(torch.zeros(1).expand(3)))) == ("a", "a")
     assert overlapping(named(Parameter(torch.zeros(1).expand(1)))) is None
 

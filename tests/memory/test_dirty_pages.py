@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.memory import worker_view
-from hybridtrain.memory.worker_view import (
+from hybridtrain.engine.memory import worker_view
+from hybridtrain.engine.memory.worker_view import (
     MappedPages,
     Pages,
     ProtectedPages,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store, Table
-from hybridtrain.memory.sparse_rows import Block
+from hybridtrain.engine.memory import Layout, Store, Table
+from hybridtrain.engine.memory.sparse_rows import Block
 
 ROWS = [50, 3, 400]
 
@@ -70,7 +70,7 @@ def test_only_rows_that_have_moved_are_copied() -> None:
     assert values[[5, 7]].tolist() == [3.0, 3.0] and (values == -1.0).sum() == ROWS[2] - 2
 
 
-def test_who_lags_far_behind_is_given_everything_and_nothing_piles_up() -> None:
+def test_a_worker_that_lags_far_behind_is_given_all_rows_and_no_list_grows() -> None:
     store = make()
     for _ in range(1000):
         store.moves.note([2], {2: np.arange(10)})

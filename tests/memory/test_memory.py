@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridtrain.engine.memory import Arena, Layout, Store, limits
+from hybridtrain.engine.memory.arena import ALIGNMENT_BYTES
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Arena, Layout, Store, limits
-from hybridtrain.memory.arena import ALIGNMENT_BYTES
 
 
 def open_descriptors() -> set[str]:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.policies import make_policy
-from hybridtrain.policies.registry import POLICIES
-from hybridtrain.schemes import SCHEMES
-from hybridtrain.updates.flat.flat_update import FlatUpdate
-from hybridtrain.updates.kernels import kernel_for
+from hybridtrain.engine.options.schemes import SCHEMES
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.policies.registry import POLICIES
+from hybridtrain.engine.updates.flat.flat_update import FlatUpdate
+from hybridtrain.engine.updates.kernels import kernel_for
 from tests.picking import by_default
 from tests.support.served import Served
 
@@ -76,7 +76,7 @@ def test_the_table_has_every_strategy_there_is() -> None:
     by_default(POLICIES, "hybrid", "async", "backup", "k_batch_async", "hogwild", "synchronous"),
 )
 @pytest.mark.parametrize(("column", "n_workers", "optimizer"), by_default(COLUMNS, COLUMNS[-1]))
-def test_so_many_bytes_are_allocated(
+def test_as_many_bytes_are_allocated_as_the_memory_table_says(
     name: str, column: str, n_workers: int, optimizer: Callable[..., Any]
 ) -> None:
     gc.collect()
@@ -121,7 +121,9 @@ def test_the_masters_and_the_state_are_there_once_and_a_row_for_each_worker() ->
         ("RMSprop", {"centered": True}, 8),
     ],
 )
-def test_what_an_optimizer_keeps(kind: str, options: dict[str, Any], n_bytes: int) -> None:
+def test_an_optimizer_keeps_the_expected_bytes_of_state_per_element(
+    kind: str, options: dict[str, Any], n_bytes: int
+) -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1, **options)
     kernel = kernel_for(optimizer)

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store, pack, unpack
-from hybridtrain.policies import OnArrival
-from hybridtrain.protocol.events import Received
-from hybridtrain.protocol.messages import Average, Averaged, Clip, Push, Row
-from hybridtrain.updates import build_update
-from hybridtrain.updates.base import Contribution, StepInput
-from hybridtrain.updates.factory import for_sparse
-from hybridtrain.updates.groups import takes_sparse
-from hybridtrain.updates.mean import merge_mixed
-from hybridtrain.updates.thread_pool import Pool
-from hybridtrain.worker.finite import FiniteCheck
-from hybridtrain.worker.replica import HostReplica
+from hybridtrain.engine.memory import Layout, Store, pack, unpack
+from hybridtrain.engine.policies import OnArrival
+from hybridtrain.engine.protocol.events import Received
+from hybridtrain.engine.protocol.messages import Average, Averaged, Clip, Push, Row
+from hybridtrain.engine.updates import build_update
+from hybridtrain.engine.updates.base import Contribution, StepInput
+from hybridtrain.engine.updates.factory import for_sparse
+from hybridtrain.engine.updates.groups import takes_sparse
+from hybridtrain.engine.updates.mean import merge_mixed
+from hybridtrain.engine.updates.thread_pool import Pool
+from hybridtrain.engine.worker.finite import FiniteCheck
+from hybridtrain.engine.worker.replica import HostReplica
 from tests.support.served import Served, released, sgd
 
 OPTIM = torch.optim
@@ -135,7 +135,7 @@ def test_only_touched_rows_leave_the_worker(eager: bool, monkeypatch: pytest.Mon
     assert exchange.collect([0]) == (0,) and exchange.packed == ()
 
 
-def test_an_optimizer_that_wants_it_dense_gets_it_dense() -> None:
+def test_an_optimizer_of_dense_gradients_gets_sparse_ones_made_dense() -> None:
     embedding, store, exchange = worker()
     store.gradients[1][torch.float32].fill_(-7.0)
     embedding(torch.tensor([4, 1, 4])).sum().backward()
@@ -146,7 +146,7 @@ def test_an_optimizer_that_wants_it_dense_gets_it_dense() -> None:
     assert torch.equal(place, embedding.weight.grad.to_dense())
 
 
-def test_it_is_said_once_what_a_dense_gradient_costs_and_what_to_do() -> None:
+def test_a_sparse_gradient_made_dense_is_warned_of_once_with_what_to_do() -> None:
     embedding, _, exchange = worker(number=0)
     embedding(torch.tensor([4, 1, 4])).sum().backward()
     with pytest.warns(UserWarning, match=r"shape \(6, 2\).*made dense.*SparseAdam") as said:
@@ -191,7 +191,7 @@ def test_sparse_gradients_are_merged_by_samples_and_only_touched_rows_move() -> 
     assert master[:, 0].tolist() == [0.0, -3.5, 0.0, 0.0, -0.25, 0.0]
 
 
-def test_where_one_is_dense_the_mean_is_dense() -> None:
+def test_the_mean_of_a_sparse_and_a_dense_gradient_is_dense() -> None:
     served = two()
     packed = row(served, 0, sparse([4], [1.0]))
     served.server.on(Received(0, Push(0, 1.0, Row(packed=packed))))
@@ -200,7 +200,7 @@ def test_where_one_is_dense_the_mean_is_dense() -> None:
     assert master[:, 0].tolist() == [-1.0, -1.0, -1.0, -1.0, -1.5, -1.0]
 
 
-def test_who_has_no_gradient_of_it_counts_as_zeros() -> None:
+def test_a_worker_without_a_gradient_counts_as_zeros_in_a_sparse_mean() -> None:
     served = two()
     packed = row(served, 0, sparse([4], [1.0]))
     served.server.on(Received(0, Push(0, 1.0, Row(packed=packed))))
@@ -208,7 +208,7 @@ def test_who_has_no_gradient_of_it_counts_as_zeros() -> None:
     assert served.store.master(served.layout.slots[0])[:, 0].tolist() == [0, 0, 0, 0, -0.5, 0]
 
 
-def test_free_running_workers_bring_them_one_by_one() -> None:
+def test_free_running_workers_apply_their_sparse_gradients_one_by_one() -> None:
     served = Served(2, OnArrival(), parameters=[torch.zeros(6, 2)])
     for worker_, touched in ((0, 4), (1, 1)):
         packed = row(served, worker_, sparse([touched], [1.0]))
@@ -217,7 +217,7 @@ def test_free_running_workers_bring_them_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "mixed", "lone"])
-def test_the_mean_that_hooks_see_is_sparse_where_all_are(kind: str) -> None:
+def test_the_mean_that_hooks_see_is_sparse_where_all_gradients_are(kind: str) -> None:
     served = two()
     store = Store(served.layout, 2, False, averaging=True)
     served.server._rounds.store = store
@@ -244,7 +244,7 @@ def test_the_mean_that_hooks_see_is_sparse_where_all_are(kind: str) -> None:
 
 
 @pytest.mark.parametrize("clip", [Clip("norm", 1.0), Clip("value", 0.5)])
-def test_clipping_counts_what_is_not_there_as_zero(clip: Clip) -> None:
+def test_clipping_counts_rows_without_a_gradient_as_zero(clip: Clip) -> None:
     gradient = sparse([4, 1], [3.0, -4.0])
     results = []
     for given in (gradient.coalesce(), gradient.to_dense()):

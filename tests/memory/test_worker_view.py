@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.memory.layout import Slot
-from hybridtrain.memory.worker_view import (
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.memory.layout import Slot
+from hybridtrain.engine.memory.worker_view import (
     Copied,
     CopyOnWrite,
     MappedPages,
@@ -157,6 +157,8 @@ def test_rows_begin_on_pages_of_their_own() -> None:
 
 
 def test_without_a_map_of_pages_an_ordinary_copy_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridtrain.memory.worker_view.copy_on_write_is_seen", lambda: False)
+    monkeypatch.setattr(
+        "hybridtrain.engine.memory.worker_view.copy_on_write_is_seen", lambda: False
+    )
     store, _, _ = make(Copied)
     assert isinstance(open_window(store, 0), Copied)

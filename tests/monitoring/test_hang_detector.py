@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from hybridtrain import HybridStrategy
-from hybridtrain.errors import UserError
-from hybridtrain.monitoring import hang_detector
-from hybridtrain.monitoring.hang_detector import (
+from hybridtrain.engine.monitoring import hang_detector
+from hybridtrain.engine.monitoring.hang_detector import (
     Doing,
     HangDetector,
     HangTimeout,
@@ -18,6 +17,7 @@ from hybridtrain.monitoring.hang_detector import (
     Silent,
     Standstill,
 )
+from hybridtrain.errors import UserError
 
 
 class Life:
@@ -123,7 +123,7 @@ def test_who_waits_never_hangs() -> None:
     assert hung_after_s(life.goes_on(30)) == 8, "from when it was answered"
 
 
-def test_it_is_said_once_before_the_worker_is_given_up() -> None:
+def test_a_silent_worker_is_named_once_before_it_is_given_up() -> None:
     life = Life(HangTimeout(20.0))
     life.trains()
     found = life.does(Doing.STEP, 19.5)
@@ -150,7 +150,7 @@ def test_who_is_awaited_is_named_after_a_minute_and_who_is_not_after_half_of_its
         assert [(each.worker, each.for_s, each.hung) for each in found] == [(1, early_s, False)]
 
 
-def test_a_worker_that_is_always_that_long_is_not_named_again() -> None:
+def test_a_worker_whose_checkpoints_always_take_long_is_named_only_once() -> None:
     looks, said, now = HangDetector(HangTimeout()), [], 0.0
     for beats in range(4):
         for _ in range(80):
@@ -246,7 +246,7 @@ def seconds_until(
     return -1
 
 
-def test_it_stands_still_when_all_wait_and_nothing_is_heard_for_long() -> None:
+def test_a_run_stands_still_when_all_workers_wait_and_nothing_is_heard_for_long() -> None:
     assert seconds_until([(True, 5)]) == 30
     assert seconds_until([(True, 5)] * 20 + [(True, 6)]) == 20 + 30
     assert seconds_until([(True, 5)] * 20 + [(False, 5), (True, 5)]) == 20 + 30
@@ -257,10 +257,10 @@ def test_who_tells_where_training_is_may_take_its_time() -> None:
     assert seconds_until([(True, 5)], telling=True) == 600
 
 
-def test_a_pause_of_the_watcher_itself_is_nobodys_fault() -> None:
+def test_a_pause_of_the_watching_process_does_not_count_as_a_standstill() -> None:
     assert seconds_until([(True, 5)], pause_s=1000.0) == 30 / hang_detector._PAUSE_S
 
 
 @pytest.mark.parametrize("stands", [True, False])
-def test_a_first_look_decides_nothing(stands: bool) -> None:
+def test_a_first_look_finds_no_standstill(stands: bool) -> None:
     assert not Standstill().look(1e6, stands, 0)

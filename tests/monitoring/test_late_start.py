@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.monitoring.hang_detector import Doing, HangTimeout
-from hybridtrain.monitoring.watchdog import LateStart, Watchdog
+from hybridtrain.engine.monitoring.hang_detector import Doing, HangTimeout
+from hybridtrain.engine.monitoring.watchdog import LateStart, Watchdog
 
 NOBODY = 99_999_999  # more than there are processes
 STACKS = """\
@@ -65,7 +65,7 @@ class Watched:
 
 
 def stacks(line: int = 7) -> str:
-    from hybridtrain.monitoring import watchdog
+    from hybridtrain.engine.monitoring import watchdog
 
     stdlib, ours = watchdog._NOT_USERS
     return STACKS.format(stdlib=stdlib, ours=ours, line=line)
@@ -86,7 +86,7 @@ def told(
     return said
 
 
-def test_all_are_named_once_after_a_minute_with_the_innermost_call_and_that_of_user_code() -> None:
+def test_workers_without_a_first_mini_batch_after_a_minute_are_named_once_with_calls() -> None:
     workers = [Watched(number, Beats(text=stacks())) for number in range(3)]
     ((when_s, text),) = told(workers)
     assert 60 <= when_s <= 64
@@ -110,7 +110,7 @@ def test_workers_elsewhere_are_named_apart_and_a_reply_that_one_waits_for() -> N
     assert text.endswith("worker 3 (starting up) has not said where")
 
 
-def test_of_many_places_some_are_named() -> None:
+def test_a_late_start_in_many_places_names_some_of_the_places() -> None:
     ((_, text),) = told([Watched(n, Beats(text=stacks(n))) for n in range(9)])
     assert text.count("data.py") == 4 and text.endswith("; …")
 
@@ -119,7 +119,9 @@ def test_of_many_places_some_are_named() -> None:
     "counts",
     [{Doing.STEP: 1}, {Doing.EVALUATION: 1}, {Doing.EPOCH: 1, Doing.BETWEEN: 1}],
 )
-def test_nothing_is_said_once_any_worker_has_finished_one(counts: dict[Doing, int]) -> None:
+def test_no_late_start_is_reported_once_any_worker_has_finished_a_mini_batch(
+    counts: dict[Doing, int],
+) -> None:
     workers = [Watched(0), Watched(1)]
 
     def change(now_s: float) -> None:
@@ -163,7 +165,7 @@ def watched_by(
     return said
 
 
-def test_a_watchdog_says_it_also_where_nobody_is_given_up() -> None:
+def test_a_watchdog_reports_a_late_start_also_where_no_worker_is_ever_given_up() -> None:
     (text,) = watched_by(None)
     assert text.startswith("no worker has finished its first mini-batch after 60 s")
 

@@ -18,16 +18,21 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.monitoring.hang_detector import Doing, HangTimeout, Heartbeat, heartbeat_file
-from hybridtrain.monitoring.watchdog import CpuWaits, Watchdog, _excuse
-from hybridtrain.policies import WaitForAll
-from hybridtrain.protocol.messages import Gather, Gone, Push, Released, Stop
-from hybridtrain.server.server import Server
-from hybridtrain.worker.client import Client
-from hybridtrain.worlds.local.channel import Channel, channel_pair
-from hybridtrain.worlds.local.process_world import ProcessWorld
-from hybridtrain.worlds.local.start_workers import WorkerProcess
-from hybridtrain.worlds.local.worker_exit import WorkerDied
+from hybridtrain.engine.monitoring.hang_detector import (
+    Doing,
+    HangTimeout,
+    Heartbeat,
+    heartbeat_file,
+)
+from hybridtrain.engine.monitoring.watchdog import CpuWaits, Watchdog, _excuse
+from hybridtrain.engine.policies import WaitForAll
+from hybridtrain.engine.protocol.messages import Gather, Gone, Push, Released, Stop
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worlds.channel import Channel, channel_pair
+from hybridtrain.engine.worlds.process_world import ProcessWorld
+from hybridtrain.engine.worlds.start_workers import WorkerProcess
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from tests.picking import by_default
 from tests.worlds.test_world import wait_until
 
@@ -36,7 +41,9 @@ LIMIT_S = 1.0
 
 def watched(n_workers: int, said: list[str], limit_s: float | None = LIMIT_S) -> ProcessWorld:
     watchdog = Watchdog(HangTimeout(limit_s), said.append)
-    return ProcessWorld(Server(WaitForAll(), n_workers), n_workers, grace_s=1.0, watchdog=watchdog)
+    return ProcessWorld(
+        ParameterServer(WaitForAll(), n_workers), n_workers, grace_s=1.0, watchdog=watchdog
+    )
 
 
 def train(client: Client) -> None:
@@ -222,7 +229,7 @@ def test_without_a_time_nobody_is_given_up() -> None:
         time.sleep(2 * LIMIT_S)
         return "alive"
 
-    assert ProcessWorld(Server(WaitForAll(), 1), 1).run(body) == ["alive"]
+    assert ProcessWorld(ParameterServer(WaitForAll(), 1), 1).run(body) == ["alive"]
 
 
 def test_a_pulse_tells_the_other_side_what_is_done_and_how_often() -> None:

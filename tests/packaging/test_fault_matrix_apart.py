@@ -12,8 +12,8 @@ import pytest
 from trials import cell, work
 from trials.cell import Case, cases, try_out, undisturbed_states
 
-from hybridtrain.worker.device import KINDS, transfers
-from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.device import KINDS, transfers
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from tests.standin.accelerator import StandInAccelerator
 from tests.standin.device import name_it
 from tests.standin.lanes import Race

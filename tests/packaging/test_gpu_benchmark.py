@@ -11,15 +11,15 @@ from benchmarks import frame, rows, runs
 from benchmarks.jobs import gpu_loops, gpu_models
 from benchmarks.parts import gpu, gpu_largest
 
+from hybridtrain.engine.memory.limits import Gpu
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.results import worker_result
-from hybridtrain.memory.limits import Gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
 
 
 @pytest.mark.slow
-def test_neither_weights_nor_moments_come_home(
+def test_the_benchmark_gets_neither_weights_nor_moments_back_from_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,7 @@ def test_the_most_layers_are_found_to_an_eighth(most: int) -> None:
     assert len(tried) <= 9 and len(set(tried)) == len(tried)
 
 
-def test_where_nothing_fits_it_is_said() -> None:
+def test_a_gpu_on_which_not_one_layer_fits_is_reported() -> None:
     with pytest.raises(UserError, match="not even one layer fits"):
         gpu_largest.largest(lambda depth: False)
 
@@ -104,7 +104,7 @@ class Fits(runs.Runner):
         return depth <= most[way]
 
 
-def test_a_row_for_each_who_is_there_and_a_line_for_who_is_not(
+def test_each_installed_contender_has_a_row_and_each_missing_one_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu_largest, "chosen", lambda devices: [Gpu(80 * 2**30, 9)])
@@ -116,7 +116,7 @@ def test_a_row_for_each_who_is_there_and_a_line_for_who_is_not(
     assert 1.8 < (ratios["plain fused AdamW on the GPU"] or 0) < 2.1
 
 
-def test_who_is_not_installed_is_left_out_of_the_steps_in_a_line_a_row() -> None:
+def test_a_contender_that_is_not_installed_has_a_line_in_place_of_each_row_of_steps() -> None:
     class Absent(runs.Runner):
         def __init__(self) -> None:
             pass

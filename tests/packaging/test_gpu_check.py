@@ -19,8 +19,8 @@ from gpu_check import __main__ as main
 from gpu_check import bus, check, fits, machine, plan, testing
 from pytorch_lightning.accelerators import AcceleratorRegistry
 
-from hybridtrain.worker.device import KINDS
-from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.device import KINDS
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from tests.packaging.test_scripts import complete, executable, script
 from tests.standin.accelerator import StandInAccelerator
 from tests.standin.device import name_it
@@ -37,7 +37,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 @pytest.mark.slow
 @no_gpu
-def test_without_a_gpu_it_says_so_and_runs_nothing(complete: Path) -> None:
+def test_the_gpu_check_without_a_gpu_says_so_and_runs_nothing(complete: Path) -> None:
     executable(complete / "bin" / "python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     before = set(complete.parent.iterdir())
     done = script("gpu_check.sh", complete)
@@ -47,7 +47,7 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(complete: Path) -> None:
 
 
 @pytest.mark.slow
-def test_offline_it_takes_the_interpreter_that_is_there_and_leaves_one_file(
+def test_the_gpu_check_takes_the_interpreter_that_is_there_and_leaves_one_file(
     complete: Path, tmp_path: Path
 ) -> None:
     executable(tmp_path / "bin" / "python3", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
@@ -242,13 +242,15 @@ def test_private_names_are_found_and_missed(tmp_path: Path) -> None:
 
 
 @no_gpu
-def test_without_a_gpu_the_part_is_left_out() -> None:
+def test_the_gpu_part_of_the_benchmark_is_left_out_without_a_gpu() -> None:
     (row,) = gpu.rows(frame.Frame("gpu", frame.Options(), runs.Runner()))
     assert isinstance(row, rows.Skipped) and "no CUDA device" in row.reason
 
 
 @pytest.mark.slow
-def test_its_ways_to_train_agree_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ways_to_train_of_the_gpu_benchmark_agree_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     tiny = gpu_models.TINY

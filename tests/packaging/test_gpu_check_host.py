@@ -11,8 +11,8 @@ from gpu_check import __main__ as main
 from gpu_check import check, host, plan
 from pytorch_lightning.accelerators import AcceleratorRegistry
 
-from hybridtrain.worker.device import KINDS
-from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.device import KINDS
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from tests.standin.accelerator import StandInAccelerator
 from tests.standin.device import name_it
 from tests.standin.state import NAME, SETTINGS
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
 
 
 @pytest.mark.parametrize("name", ["page-locking under a low ulimit -l", "host memory left behind"])
-def test_without_a_gpu_they_are_left_out_and_on_one_they_have_a_limit(name: str) -> None:
+def test_checks_of_host_memory_are_left_out_without_a_gpu_and_have_a_time_limit(name: str) -> None:
     (found,) = [each for each in plan.checks() if each.name == name]
     assert 0 < found.limit_s <= 150 and callable(getattr(host, found.function.partition(":")[2]))
     verdict = main.judge(found, False, 99.0)
@@ -51,7 +51,7 @@ def falling(by: int, n: int = 5) -> list[int]:
         (falling(0), [[9 * GIB, *[8 * GIB] * 4]], None),  # it began to step
     ],
 )
-def test_only_what_is_missing_each_time_is_kept(
+def test_memory_counts_as_left_behind_only_if_some_is_missing_after_each_fit(
     after: Sequence[int], within: Sequence[Sequence[int]], said: str | None
 ) -> None:
     found = host.judged(after, within, 64 * MIB)
@@ -85,7 +85,7 @@ REFUSED = {"pageable": {"up_GB_s": 8.5}, "refused": "CUDA error 2"}
         ({"user": {"error": "took long"}}, (True, ""), False, "as user not tried (took long)"),
     ],
 )
-def test_who_may_lock_little_must_train_and_hear_of_it(
+def test_a_user_who_may_lock_little_memory_must_train_and_be_told_of_it(
     probes: dict[str, Any], fitted: tuple[bool, str], right: bool, said: str
 ) -> None:
     found = host.concluded(probes, fitted, 64)

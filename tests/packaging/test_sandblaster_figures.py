@@ -18,7 +18,9 @@ def figures() -> ModuleType:
     return loaded("sandblaster")
 
 
-def test_it_reads_documents_of_vowpal_wabbit(figures: ModuleType, tmp_path: Path) -> None:
+def test_the_sandblaster_script_reads_documents_of_vowpal_wabbit(
+    figures: ModuleType, tmp_path: Path
+) -> None:
     (path := tmp_path / "some.vw").write_text("-1 |f 3:0.5 0:2e-1\n1 |f 1:1.5\n")
     x, y = figures.read(path)
     assert x.toarray().tolist() == [[0.2, 0.0, 0.0, 0.5], [0.0, 1.5, 0.0, 0.0]]

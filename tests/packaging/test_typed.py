@@ -17,11 +17,11 @@ PUBLIC = {
         "DeepDist HybridStrategy PlainProgress Server StepProfiler Worker __version__ "
         "rehearse_fit replay_fit simulate_strategy"
     ),
-    "hybridtrain.policies": (
+    "hybridtrain.engine.policies": (
         "Accumulate Apply Began Drop Fact Joined Left Needs Order Policy Pushed Ready Release "
         "SetTimer TimerFired Waiting make_policy"
     ),
-    "hybridtrain.exchanges": "Await Exchange Leaving Local LocalExchange Offer",
+    "hybridtrain.engine.exchanges": "Await Exchange Leaving Local LocalExchange Offer",
 }
 
 

@@ -76,7 +76,7 @@ def test_tests_that_fail_are_its_exit_status(page: Path, monkeypatch: pytest.Mon
     assert versions.main(["pinned"]) == 1
 
 
-def test_a_row_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_row_of_the_version_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         versions.main(["torch-1.0"])
     assert stop.value.code == 2 and "no row torch-1.0" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from hybridtrain import (
     replay_fit,
     simulate_strategy,
 )
-from hybridtrain.exchanges import Await, Exchange, Leaving, Local, LocalExchange, Offer
-from hybridtrain.policies import (
+from hybridtrain.engine.exchanges import Await, Exchange, Leaving, Local, LocalExchange, Offer
+from hybridtrain.engine.policies import (
     Accumulate,
     Apply,
     Began,

@@ -10,8 +10,8 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from hybridtrain import HybridStrategy
-from hybridtrain.worker.device import KINDS, transfers
-from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.device import KINDS, transfers
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from tests.standin.accelerator import StandInAccelerator
 from tests.standin.device import name_it
 from tests.standin.state import N_DEVICES, NAME

@@ -1,4 +1,4 @@
-"""`python -m hybridtrain.plan`: what it ranks, models, ranges, and refuses."""
+"""`python -m hybridtrain plan`: what it ranks, models, ranges, and refuses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.plan import main, prediction
-from hybridtrain.plan.evidence import Target, evidence
-from hybridtrain.plan.prediction import samples_to
+from hybridtrain.cli.commands.plan import main
+from hybridtrain.virtual.plan import prediction
+from hybridtrain.virtual.plan.evidence import MetricTarget, evidence
+from hybridtrain.virtual.plan.prediction import samples_to
 from tests.report.test_advice import UPDATE_S, recorded
 
 COLUMNS = "wall_s,train_s,epoch,updates,samples,train_loss,val/loss"
@@ -173,7 +174,7 @@ def test_one_run_gives_a_range_and_its_own_row_a_measurement(tmp_path: Path) -> 
 def test_runs_of_two_lags_give_both_constants(tmp_path: Path) -> None:
     few = evidence(left(tmp_path / "2", losses=[0.9, 0.9, 0.2]))
     many = evidence(left(tmp_path / "4", [1.0] * 4, losses=[0.9] * 4 + [0.2]))
-    target = Target("val/loss", 0.4)
+    target = MetricTarget("val/loss", 0.4)
     # At lag 2 it took 2,000 to 3,000 samples, at lag 4 4,000 to 5,000: 500 to 1,500 more for each.
     assert samples_to([few, many], target, "hybrid", 2.0) == ((2000, 3000), "measured")
     found, trust = samples_to([few, many], target, "async", 8.0)
@@ -197,7 +198,7 @@ def test_whether_less_is_better_is_as_the_task_says(tmp_path: Path) -> None:
     run = left(tmp_path / "run", losses=[0.95, 0.8])  # an accuracy that falls
     (run / ".hydra").mkdir()
     (run / ".hydra/config.yaml").write_text("task: {monitor: val/loss, mode: max}\n")
-    reached = evidence(run).reached(Target("val/loss", 0.9))
+    reached = evidence(run).reached(MetricTarget("val/loss", 0.9))
     assert reached == (0, 1000)
 
 
@@ -226,7 +227,9 @@ def test_a_slower_device_needs_no_more_processor_time(tmp_path: Path) -> None:
     assert row["samples_per_s"] == pytest.approx(32 / (3 + 1 + UPDATE_S), rel=0.02)
 
 
-def test_so_it_is_where_the_recorded_run_had_waited_for_cores(tmp_path: Path) -> None:
+def test_a_slower_device_needs_no_more_processor_time_after_a_run_that_waited_for_cores(
+    tmp_path: Path,
+) -> None:
     """Four workers on a core each took four seconds for one: alone the slow one takes three."""
     run = left(tmp_path / "run", [4.0] * 4, cores=1, cpu_s=1.0 * 320)
     (row,) = planned(tmp_path, f"run={run}", "strategy=hybrid", "hosts=1x2:slower=3:cores=4")
@@ -266,7 +269,7 @@ def test_a_record_that_names_no_policy_is_of_hybrid(tmp_path: Path) -> None:
     assert (run.strategy, run.gathers, run.seen.steps) == ("hybrid", 2.0, 1)
 
 
-def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
+def test_planned_memory_is_that_of_the_memory_page(tmp_path: Path) -> None:
     """With Adam and two workers, a worker's own parameters and state included: docs/memory.md."""
     run = left(tmp_path / "run", size_bytes=4)
     own = 2 * (4 + 8)
@@ -286,7 +289,9 @@ def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
         ({"_target_": "torch.optim.RMSprop", "momentum": 0.9, "centered": True}, 12),
     ],
 )
-def test_state_is_that_of_the_options(tmp_path: Path, optimizer: Any, n_bytes: int) -> None:
+def test_planned_optimizer_state_follows_from_the_optimizers_options(
+    tmp_path: Path, optimizer: Any, n_bytes: int
+) -> None:
     run = left(tmp_path / "run", size_bytes=4)
     (run / ".hydra").mkdir(exist_ok=True)
     (run / ".hydra/config.yaml").write_text(json.dumps({"optimizer": optimizer}))
@@ -480,5 +485,5 @@ def test_a_run_of_several_hosts_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = left(tmp_path / "run")
-    monkeypatch.setattr("hybridtrain.recording.record_file.Record.n_hosts", 2)
+    monkeypatch.setattr("hybridtrain.engine.recording.record_file.Record.n_hosts", 2)
     assert "had 2 hosts, and its workers' times have the network" in refused(capsys, f"run={run}")

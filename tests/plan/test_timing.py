@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.exchanges import exchange_of
-from hybridtrain.plan.timing import Contention, TimingRun
-from hybridtrain.policies import POLICIES, make_policy
-from hybridtrain.worlds.virtual.network import Conditions, Network
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.engine.exchanges import exchange_of
+from hybridtrain.engine.policies import POLICIES, make_policy
+from hybridtrain.virtual.network import Conditions, Network
+from hybridtrain.virtual.plan.timing import Contention, TimingRun
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 
 N, MINI_BATCHES, EPOCH = 4, 200, 40
 SPECS: list[Any] = [

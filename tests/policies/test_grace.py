@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.errors import UserError
-from hybridtrain.policies import Grace, Policy, make_policy
-from hybridtrain.protocol.facts import (
+from hybridtrain.engine.policies import Grace, Policy, make_policy
+from hybridtrain.engine.protocol.facts import (
     Apply,
     Drop,
     Joined,
@@ -23,7 +22,8 @@ from hybridtrain.protocol.facts import (
     TimerFired,
     Waiting,
 )
-from hybridtrain.updates.named import make_update
+from hybridtrain.engine.updates.named import make_update
+from hybridtrain.errors import UserError
 from tests.exchanges.test_own_parameters import Two, adam, world
 
 
@@ -38,7 +38,7 @@ def closed(*workers: int) -> tuple[Order, ...]:
     return (*(Apply((worker,)) for worker in workers), Release(tuple(sorted(workers))))
 
 
-def test_the_first_opens_a_window_and_its_end_releases_who_has_come() -> None:
+def test_the_first_push_opens_a_window_and_its_end_releases_all_that_have_pushed() -> None:
     policy = begun(Grace(0.5), 4)
     assert policy.on(Pushed(2, 10.0)) == (SetTimer(10.5),)
     assert policy.on(Pushed(0, 10.3)) == (SetTimer(10.5),)
@@ -48,14 +48,14 @@ def test_the_first_opens_a_window_and_its_end_releases_who_has_come() -> None:
     assert policy.on(Pushed(3, 11.6)) == closed(1, 3)  # later than the timer, which has not rung
 
 
-def test_when_all_are_there_nobody_waits_any_longer() -> None:
+def test_a_window_ends_at_once_when_all_workers_have_pushed() -> None:
     policy = begun(Grace(inf), 3)
     assert policy.on(Pushed(1, 1.0)) == policy.on(Pushed(0, 2.0)) == ()
     assert policy.on(Pushed(2, 50.0)) == closed(1, 0, 2)
 
 
 @pytest.mark.parametrize("fact", [Left(2), Waiting(2)])
-def test_who_is_gone_is_not_waited_for(fact: Any) -> None:
+def test_a_window_does_not_wait_for_a_worker_that_is_gone(fact: Any) -> None:
     policy = begun(Grace(inf), 3)
     policy.on(Pushed(1, 1.0))
     policy.on(Pushed(0, 2.0))
@@ -75,7 +75,7 @@ def test_contributions_of_a_window_can_make_one_update() -> None:
         make_policy({"name": "grace", "together": "yes"})
 
 
-def test_without_a_window_it_is_async() -> None:
+def test_a_window_of_0_seconds_is_async() -> None:
     policy = begun(Grace(0), 2)
     assert policy.on(Pushed(1, 3.0)) == closed(1)
 
@@ -121,7 +121,7 @@ def test_what_is_too_late_is_dropped() -> None:
     assert policy.on(Pushed(0)) == (Apply((0,)), Release((0,)))
 
 
-def test_what_moves_nothing_makes_nobody_late() -> None:
+def test_an_empty_push_makes_no_other_push_late() -> None:
     policy = begun(make_policy({"name": "async", "max_staleness": 0}), 2)
     policy.on(Pushed(0, empty=True))
     assert policy.on(Pushed(1)) == (Apply((1,)), Release((1,)))

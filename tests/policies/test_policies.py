@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.policies import (
+from hybridtrain.engine.policies import (
     BoundedStaleness,
     Deadline,
     FirstK,
@@ -22,8 +22,8 @@ from hybridtrain.policies import (
     Switch,
     WaitForAll,
 )
-from hybridtrain.policies.switch import Plateau
-from hybridtrain.protocol.facts import (
+from hybridtrain.engine.policies.switch import Plateau
+from hybridtrain.engine.protocol.facts import (
     Accumulate,
     Apply,
     Began,
@@ -272,7 +272,7 @@ SAME: dict[str, tuple[Callable[[int], Policy], Callable[[int], Policy]]] = {
 @pytest.mark.parametrize("name", SAME)
 @settings(max_examples=100, deadline=None)
 @given(n_workers=st.integers(1, 5), choices=CHOICES)
-def test_at_its_limit_a_policy_is_another_one(
+def test_a_policy_at_the_limit_of_its_options_is_another_policy(
     name: str, n_workers: int, choices: list[tuple[int, int]]
 ) -> None:
     one, other = (make(n_workers) for make in SAME[name])
@@ -348,7 +348,7 @@ def test_a_run_that_begins_at_the_switch_is_behind_it() -> None:
 
 
 @pytest.mark.parametrize("late", [FirstK(1), Deadline(), NotTooLate()])
-def test_who_begins_with_older_parameters_is_late(late: Policy) -> None:
+def test_a_worker_that_joins_with_older_parameters_is_late(late: Policy) -> None:
     policy = joined(late, 2)
     policy.on(Joined(1, behind=1))
     assert policy.on(Pushed(1)) == (Drop((1,)), Release((1,)))
@@ -386,7 +386,7 @@ def test_a_pause_is_no_part_of_a_mini_batch() -> None:
 
 @pytest.mark.parametrize("late", ["use", "drop"])
 @pytest.mark.parametrize("several", [False, True])
-def test_who_brings_nothing_is_none_of_the_first_k(late: Any, several: bool) -> None:
+def test_an_empty_push_is_none_of_the_first_k(late: Any, several: bool) -> None:
     policy = joined(FirstK(2, late, several), 3)
     for _ in range(2):
         for worker in (0, 1, 0):
@@ -414,7 +414,7 @@ def test_who_brings_nothing_is_none_of_the_first_k(late: Any, several: bool) -> 
         (Switch(WaitForAll(), OnArrival(), patience=5), 1),  # from when on is not known
     ],
 )
-def test_so_many_contributions_make_an_update(policy: Policy, gathers: int) -> None:
+def test_a_policy_tells_how_many_contributions_make_an_update(policy: Policy, gathers: int) -> None:
     assert policy.begin(4).gathers == gathers
 
 
@@ -449,5 +449,5 @@ def test_lock_step_is_known_as_such(policy: Policy) -> None:
         Softsync(1),
     ],
 )
-def test_whoever_may_be_ahead_reads_a_copy(policy: Policy) -> None:
+def test_policies_that_let_workers_be_ahead_have_no_whole_rounds(policy: Policy) -> None:
     assert not policy.begin(3).whole_rounds

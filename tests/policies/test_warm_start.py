@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.errors import UserError
-from hybridtrain.policies import make_policy
-from hybridtrain.protocol.facts import (
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.protocol.facts import (
     Apply,
     Began,
     Fact,
@@ -21,6 +20,7 @@ from hybridtrain.protocol.facts import (
     Release,
     Waiting,
 )
+from hybridtrain.errors import UserError
 from tests.exchanges.test_own_parameters import Two, momentum, world
 
 
@@ -36,7 +36,7 @@ def told(policy: Any, *facts: Fact) -> list[Order]:
     return [order for fact in facts for order in policy.on(fact)]
 
 
-def test_the_others_begin_behind_so_many_updates() -> None:
+def test_other_workers_begin_after_the_given_number_of_updates_of_the_first() -> None:
     policy = begun(2)
     assert told(policy, Ready(2), Ready(0), Ready(1)) == [Release((0,))]
     assert told(policy, Pushed(0)) == [Apply((0,)), Release((0,))]
@@ -45,14 +45,14 @@ def test_the_others_begin_behind_so_many_updates() -> None:
 
 
 @pytest.mark.parametrize("fact", [Waiting(0), Left(0)])
-def test_they_begin_where_the_first_waits_for_them_or_is_lost(fact: Fact) -> None:
+def test_other_workers_begin_where_the_first_waits_for_them_or_is_lost(fact: Fact) -> None:
     policy = begun(5)
     told(policy, Ready(0), Ready(1), Pushed(0))
     assert told(policy, fact) == [Release((1,))]
     assert told(policy, Ready(2)) == [Release((2,))]
 
 
-def test_what_only_fetches_is_no_update() -> None:
+def test_a_push_that_only_fetches_is_no_update_of_a_warm_start() -> None:
     policy = begun(1)
     told(policy, Ready(0), Ready(1))
     assert told(policy, Pushed(0, empty=True)) == [Apply((0,)), Release((0,))]
@@ -65,18 +65,18 @@ def test_meetings_before_training_end_nothing() -> None:
     assert told(policy, Ready(0)) == [Release((0,))]
 
 
-def test_who_is_lost_while_it_waits_is_not_let_in() -> None:
+def test_a_worker_lost_while_it_waits_for_the_warm_start_is_not_released() -> None:
     policy = begun(1)
     assert told(policy, Ready(0), Ready(1), Ready(2), Left(1)) == [Release((0,))]
     assert told(policy, Pushed(0))[2:] == [Release((2,))]
 
 
-def test_a_run_that_goes_on_behind_it_has_none() -> None:
+def test_a_run_that_is_resumed_behind_its_warm_start_has_none() -> None:
     policy = begun(4)
     assert told(policy, Began(4), Ready(1)) == [Release((1,))]
 
 
-def test_what_others_wait_for_is_not_late() -> None:
+def test_updates_of_a_warm_start_make_no_other_worker_late() -> None:
     policy = make_policy({"name": "async", "warm_start": 2, "max_staleness": 0})
     policy.begin(2)
     told(policy, Joined(0), Joined(1), Ready(0), Ready(1), Pushed(0), Pushed(0))
@@ -109,7 +109,7 @@ def test_in_virtual_time_the_others_begin_with_what_the_first_has_made(exchange:
         torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-12)
 
 
-def test_it_is_no_part_of_a_switch() -> None:
+def test_a_warm_start_is_refused_as_a_part_of_a_switch() -> None:
     late = {"name": "async", "warm_start": 3}
     with pytest.raises(UserError, match=r"switch: then=WarmStart\(.* cannot be a part"):
         make_policy({"name": "switch", "then": late, "at_update": 5}).begin(2)

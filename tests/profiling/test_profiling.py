@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hybridtrain.profiling import Phase, Track, timed
-from hybridtrain.profiling.profile_report import FIGURES, TIMELINE, Report
-from hybridtrain.profiling.time_spans import phase_of, short_name
+from hybridtrain.engine.profiling import Phase, Track, timed
+from hybridtrain.engine.profiling.profile_report import FIGURES, TIMELINE, Report
+from hybridtrain.engine.profiling.time_spans import phase_of, short_name
 
 
 class Clock:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from hybridtrain import replay
+from hybridtrain.cli.commands import replay
+from hybridtrain.engine.recording import Record, read_record
+from hybridtrain.engine.recording.record_file import CELL_BYTES, CRC_BYTES, NOBODY, TELLS, Writer
+from hybridtrain.engine.recording.record_reader import times_of
+from hybridtrain.engine.recording.recorder import KINDS
 from hybridtrain.errors import UserError
-from hybridtrain.recording import Record, read_record
-from hybridtrain.recording.record_file import CELL_BYTES, CRC_BYTES, NOBODY, TELLS, Writer
-from hybridtrain.recording.record_reader import times_of
-from hybridtrain.recording.recorder import KINDS
 from tests.support.headers import header
 
 HEADER = header(2)

@@ -14,8 +14,8 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain import HybridStrategy
-from hybridtrain.protocol import step_log
-from hybridtrain.recording import Record, service_times
+from hybridtrain.engine.protocol import step_log
+from hybridtrain.engine.recording import Record, service_times
 from tests.lightning.step.test_shared_rounds import CASES, STEPS, UNUSUAL
 from tests.lightning.toys import Regression, regression_data
 from tests.picking import by_default
@@ -50,7 +50,9 @@ def share_made(record: Record) -> float:
         *product(["async"], ["SGD", "clipped", "max_steps"]),
     ),
 )
-def test_they_are_replayed_to_the_bit(tmp_path: Path, policy: str, case: str) -> None:
+def test_updates_that_workers_make_are_replayed_to_the_bit(
+    tmp_path: Path, policy: str, case: str
+) -> None:
     run = run_of(tmp_path, policy, **CASES[case])
     record = run.record()
     check_equal(run, record)
@@ -84,7 +86,9 @@ def test_when_statistics_are_read_does_not_matter(tmp_path: Path, policy: str) -
     ("policy", "what"),
     by_default([*product(POLICIES, UNUSUAL)], ("hybrid", "momentum"), ("async", "writes")),
 )
-def test_what_is_unusual_the_server_does_again(tmp_path: Path, policy: str, what: str) -> None:
+def test_unusual_updates_are_made_by_the_server_again_in_a_replay(
+    tmp_path: Path, policy: str, what: str
+) -> None:
     options = {"make": lambda p: torch.optim.SGD(p, lr=0.01), **UNUSUAL[what]}
     run = run_of(tmp_path, policy, **options)
     record = run.record()

@@ -6,9 +6,9 @@ import io
 
 import torch
 
-from hybridtrain.memory.sparse_rows import Packed
-from hybridtrain.protocol.checksums import checksum_of, checksum_of_state
-from hybridtrain.protocol.messages import Average, Changes, Clip, GradientPush, Push, Row
+from hybridtrain.engine.memory.sparse_rows import Packed
+from hybridtrain.engine.protocol.checksums import checksum_of, checksum_of_state
+from hybridtrain.engine.protocol.messages import Average, Changes, Clip, GradientPush, Push, Row
 
 
 def saved(value: float) -> bytes:

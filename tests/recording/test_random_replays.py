@@ -24,9 +24,9 @@ from pytorch_lightning.callbacks import (
 )
 from torch.utils.data import DataLoader
 
+from hybridtrain.engine.recording import find_record, read_record
+from hybridtrain.engine.recording.replayer import Replayed
 from hybridtrain.lightning.replay.replay_fit import replay_fit
-from hybridtrain.recording import find_record, read_record
-from hybridtrain.recording.replayer import Replayed
 from tests.lightning.metamorphic import strategies
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import but_slow

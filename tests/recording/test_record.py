@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from hybridtrain import HybridStrategy
-from hybridtrain.errors import UserError
-from hybridtrain.policies import make_policy
-from hybridtrain.protocol.events import Received, Removed
-from hybridtrain.protocol.messages import (
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.protocol.events import Received, Removed
+from hybridtrain.engine.protocol.messages import (
     Begin,
     Gather,
     Gathered,
@@ -30,10 +29,11 @@ from hybridtrain.protocol.messages import (
     Released,
     Resumed,
 )
-from hybridtrain.recording import Record, find_record, read_record, service_times
-from hybridtrain.recording.record_file import CELL_BYTES, Writer
-from hybridtrain.recording.recorder import KINDS, OwnTime, RecordingServer
-from hybridtrain.server.server import Server
+from hybridtrain.engine.recording import Record, find_record, read_record, service_times
+from hybridtrain.engine.recording.record_file import CELL_BYTES, Writer
+from hybridtrain.engine.recording.recorder import KINDS, OwnTime, RecordingServer
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.errors import UserError
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 from tests.support.headers import header
 
@@ -233,7 +233,7 @@ def test_news_that_nobody_has_asked_for_change_no_service_time(
 
     def happens(now_s: float, worker: int, said: Any, reply: Any = None) -> None:
         at_s[0], replies = now_s, [] if reply is None else [(0, reply)]
-        monkeypatch.setattr(Server, "_on", lambda self, event: replies)
+        monkeypatch.setattr(ParameterServer, "_on", lambda self, event: replies)
         server.on(Received(worker, said))
 
     writer.tell({"header": header(2)})
@@ -254,7 +254,7 @@ def test_steps_that_are_told_of_together_share_their_time_and_all_their_samples_
     at_s, writer = [1.0], Writer(tmp_path / "record.bin", KINDS)
     server = RecordingServer(writer, make_policy("hogwild"), 1, clock=lambda: at_s[0])
     writer.tell({"header": header(1)})
-    monkeypatch.setattr(Server, "_on", lambda self, event: [(0, Released(0))])
+    monkeypatch.setattr(ParameterServer, "_on", lambda self, event: [(0, Released(0))])
     made = tuple(MadeStep(0, 4.0) for _ in range(3))
     for push in (made[0], replace(made[0], former=made)):
         server.on(Received(0, push))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hybridtrain import HybridStrategy
-from hybridtrain.recording import Record, find_record, read_record
-from hybridtrain.recording.record_file import NOBODY, OUTCOMES, Writer
-from hybridtrain.recording.recorded_timeline import timeline_of
-from hybridtrain.recording.recorder import KINDS
+from hybridtrain.engine.recording import Record, find_record, read_record
+from hybridtrain.engine.recording.record_file import NOBODY, OUTCOMES, Writer
+from hybridtrain.engine.recording.recorded_timeline import timeline_of
+from hybridtrain.engine.recording.recorder import KINDS
+from hybridtrain.engine.server.timeline import BarState
 from hybridtrain.report.timeline import picture
-from hybridtrain.server.timeline import Doing
 from tests.lightning.toys import fit
 from tests.support.headers import header
 
@@ -97,7 +97,7 @@ def test_in_rounds_that_workers_have_made_all_begin_together(tmp_path: Path) -> 
     assert timeline_of(record, 0.0).updates == [2, 4]
 
 
-def test_it_begins_behind_the_first_steps_which_take_longer(tmp_path: Path) -> None:
+def test_a_timeline_begins_behind_the_first_steps_which_take_longer(tmp_path: Path) -> None:
     pushes: list[Event] = [("Push", n % 2, 15.0 + n, 1.0, False) for n in range(12)]
     record = written(tmp_path, [*BEGIN, *pushes], whole_rounds=False)
     assert timeline_of(record).begin_s == 6
@@ -118,10 +118,10 @@ def test_a_run_of_two_workers_is_drawn_as_it_was_counted(tmp_path: Path, policy:
     record = read_record(find_record(tmp_path))
     timeline, stats = timeline_of(record, 0.0), record.told["end"]["stats"]
     assert len(timeline.updates) == stats["updates"]
-    dropped = [bar.worker for bar in timeline.bars if bar.doing is Doing.DROPPED]
+    dropped = [bar.worker for bar in timeline.bars if bar.doing is BarState.DROPPED]
     assert [dropped.count(worker) for worker in range(2)] == stats["dropped"]
     pushes = len(record.of_kind("Push"))
-    assert sum(bar.doing is not Doing.WAITING for bar in timeline.bars) >= pushes
+    assert sum(bar.doing is not BarState.WAITING for bar in timeline.bars) >= pushes
     for worker in range(2):
         own = [bar for bar in timeline.bars if bar.worker == worker]
         assert all(a.end_s <= b.begin_s + 1e-6 for a, b in pairwise(own))

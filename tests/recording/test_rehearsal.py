@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.engine.recording import Record
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.replay_fit import rehearse_fit
-from hybridtrain.recording import Record
 from tests.lightning.toys import Regression, regression_data
 from tests.recording.test_replay import Run
 

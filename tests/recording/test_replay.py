@@ -23,11 +23,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.policies import POLICIES as EVERY
+from hybridtrain.engine.recording import Record, find_record, read_record
+from hybridtrain.engine.recording.replayer import Replayed
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.replay_fit import replay_fit
-from hybridtrain.policies import POLICIES as EVERY
-from hybridtrain.recording import Record, find_record, read_record
-from hybridtrain.recording.replayer import Replayed
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
 

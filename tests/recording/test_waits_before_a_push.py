@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.policies import make_policy
-from hybridtrain.protocol import shared_round
-from hybridtrain.protocol.events import Received
-from hybridtrain.protocol.messages import GetState, GradientPush, Released
-from hybridtrain.protocol.shared_round import Arrival
-from hybridtrain.protocol.step_log import Contribution
-from hybridtrain.recording import Record, read_record
-from hybridtrain.recording.record_file import Writer
-from hybridtrain.recording.recorded_timeline import timeline_of
-from hybridtrain.recording.recorder import KINDS, RecordingServer
-from hybridtrain.server.shared_parameters import round_of, step_log_of
-from hybridtrain.server.timeline import Doing, Timeline
-from hybridtrain.worker.client import Client
-from hybridtrain.worker.makers import last_worker
-from hybridtrain.worker.makers.last_worker import PATIENCE_S, LastWorkerMaker
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.protocol import shared_round
+from hybridtrain.engine.protocol.events import Received
+from hybridtrain.engine.protocol.messages import GetState, GradientPush, Released
+from hybridtrain.engine.protocol.shared_round import Arrival
+from hybridtrain.engine.protocol.step_log import LoggedContribution
+from hybridtrain.engine.recording import Record, read_record
+from hybridtrain.engine.recording.record_file import Writer
+from hybridtrain.engine.recording.recorded_timeline import timeline_of
+from hybridtrain.engine.recording.recorder import KINDS, RecordingServer
+from hybridtrain.engine.server.shared_parameters import round_of, step_log_of
+from hybridtrain.engine.server.timeline import BarState, Timeline
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.makers import last_worker
+from hybridtrain.engine.worker.makers.last_worker import PATIENCE_S, LastWorkerMaker
 from tests.support.headers import header
 from tests.support.served import Served
 from tests.worker.test_client import Slow
@@ -55,7 +55,7 @@ def counted_timeline(served: Served) -> Timeline:
 
 
 def computed(timeline: Timeline) -> list[tuple[int, float, float]]:
-    bars = (bar for bar in timeline.bars if bar.doing is Doing.COMPUTING)
+    bars = (bar for bar in timeline.bars if bar.doing is BarState.COMPUTING)
     return sorted((b.worker, round(b.begin_s, 6), round(b.end_s, 6)) for b in bars)
 
 
@@ -91,7 +91,7 @@ def test_after_a_round_of_the_workers_all_compute_from_its_end(
     shared, log = round_of(served.store), step_log_of(served.store)
     for worker in range(3):
         served.now_s = float(1 + worker)
-        log.write(1, worker, Contribution(worker, 0, served.now_s, 4.0, served.now_s))
+        log.write(1, worker, LoggedContribution(worker, 0, served.now_s, 4.0, served.now_s))
         shared.come(worker, 1, Arrival(4.0, 4.0), lambda weights: None)
     for worker in range(3):
         served.now_s += 1.0 + worker

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.monitoring import hang_detector
-from hybridtrain.policies import WaitForAll
-from hybridtrain.protocol.messages import (
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.monitoring import hang_detector
+from hybridtrain.engine.policies import WaitForAll
+from hybridtrain.engine.protocol.messages import (
     Average,
     Install,
     Progress,
@@ -27,16 +27,16 @@ from hybridtrain.protocol.messages import (
     Share,
     Stopped,
 )
-from hybridtrain.recovery import failure_policy, roster
-from hybridtrain.recovery.failure_policy import Judge, OnFailure
-from hybridtrain.recovery.roster import Say
-from hybridtrain.server.server import Server
-from hybridtrain.updates.serialize import dump
-from hybridtrain.worker.client import Client, StopRequested
-from hybridtrain.worlds.local import process_world
-from hybridtrain.worlds.local.process_world import ProcessWorld
-from hybridtrain.worlds.local.signals import Interrupted
-from hybridtrain.worlds.local.worker_exit import WorkerError
+from hybridtrain.engine.recovery import failure_policy, roster
+from hybridtrain.engine.recovery.failure_policy import Judge, OnFailure
+from hybridtrain.engine.recovery.roster import Say
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.updates.serialize import dump
+from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.engine.worlds import process_world
+from hybridtrain.engine.worlds.process_world import ProcessWorld
+from hybridtrain.engine.worlds.signals import Interrupted
+from hybridtrain.engine.worlds.worker_exit import WorkerError
 
 STEPS, GRACE_S = 6, 20.0
 Then = Callable[[Client, int], None]  # what a worker does before its step
@@ -85,7 +85,7 @@ def train(
 
 def run(then: Then, folder: Path, n: int = 3, averages: bool = False) -> list[int]:
     judge = Judge(OnFailure("restart", max_restarts=None))
-    world = ProcessWorld(Server(WaitForAll(), n), n, grace_s=GRACE_S, judge=judge)
+    world = ProcessWorld(ParameterServer(WaitForAll(), n), n, grace_s=GRACE_S, judge=judge)
 
     begin = partial(train, then=then, folder=folder, averages=averages)
 
@@ -170,7 +170,7 @@ def test_a_restart_waits_until_there_is_a_process_for_it(
     assert said.count("worker 1 cannot be started ([Errno 11] Resource temporarily") == 2
 
 
-def test_without_a_process_for_it_the_run_ends_and_says_why(
+def test_a_run_ends_and_says_why_if_no_process_can_be_started_for_a_lost_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, tmp_path, 99)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hybridtrain.recovery.failure_policy import (
+from hybridtrain.engine.recovery.failure_policy import (
     End,
     GoOn,
     Judge,
@@ -14,7 +14,7 @@ from hybridtrain.recovery.failure_policy import (
     Replace,
     WorkerGone,
 )
-from hybridtrain.recovery.roster import (
+from hybridtrain.engine.recovery.roster import (
     AWAY,
     TABLE,
     THERE,
@@ -29,7 +29,7 @@ from hybridtrain.recovery.roster import (
     Start,
     WorkerState,
 )
-from hybridtrain.worlds.local.worker_exit import WorkerDied
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from tests.support.schedules import Schedule
 
 S, E = WorkerState, LifecycleEvent
@@ -67,7 +67,7 @@ def test_every_state_can_be_reached_and_left_until_there_is_nobody() -> None:
         assert not {e for (s, e) in TABLE if s is state} & {E.WAITS, E.MEETS, E.GOES_ON}
 
 
-def test_one_worker_is_asked_for_several_and_each_answer_counts_once() -> None:
+def test_one_worker_is_asked_about_several_lost_ones_and_each_answer_counts_once() -> None:
     made = roster()
     lose(made, 0, 1)
     assert made.advance(0.4) == [], "they are given time"
@@ -80,7 +80,7 @@ def test_one_worker_is_asked_for_several_and_each_answer_counts_once() -> None:
     assert made.progress(2, 1, 2, b"y") == [Start(1, b"y")]
 
 
-def test_who_waits_in_a_step_is_asked_and_nobody_in_a_meeting() -> None:
+def test_a_worker_in_a_step_is_asked_about_a_lost_one_and_none_in_a_meeting() -> None:
     made = roster()
     made.on(0, E.MEETS)
     made.on(2, E.WAITS)
@@ -96,7 +96,7 @@ def test_who_waits_in_a_step_is_asked_and_nobody_in_a_meeting() -> None:
     assert made.advance(1.6) == [Ask(2, 0, 3), Ask(2, 1, 4)], "who was asked is lost"
 
 
-def test_nobody_is_asked_for_a_worker_before_its_process_has_ended() -> None:
+def test_no_worker_is_asked_about_a_lost_one_before_its_process_has_ended() -> None:
     made = roster()
     made.failed(1, LOST, 0.0, training=True)
     assert made.advance(1.0) == []
@@ -176,7 +176,7 @@ def test_who_has_come_back_answers_as_it_waits_for_the_mean_of_all() -> None:
     assert made.advance(1.1) == [Ask(0, 1, 1)]
 
 
-def test_what_a_lost_process_was_asked_its_successor_is_asked_anew() -> None:
+def test_a_question_to_a_worker_that_is_lost_goes_to_its_successor_anew() -> None:
     made = roster(2)
     made.progress(0, None, 0, b"kept")
     lose(made, 0)
@@ -263,7 +263,7 @@ def ending(made: Roster) -> Roster:
     return made
 
 
-def test_the_first_saves_and_the_others_may_go_when_it_has_written() -> None:
+def test_the_first_worker_saves_and_the_others_may_leave_when_it_has_written() -> None:
     made = ending(roster())
     made.stopped(1)
     made.stopped(0)
@@ -275,7 +275,7 @@ def test_the_first_saves_and_the_others_may_go_when_it_has_written() -> None:
     assert made.advance(0.4) == [PermitSave(1, False), PermitSave(2, False)]
 
 
-def test_one_that_does_not_stop_is_waited_for_until_half_of_the_time_is_over() -> None:
+def test_saving_waits_for_a_worker_that_does_not_stop_until_half_of_the_time_is_over() -> None:
     made = ending(roster())
     made.stopped(0)
     made.stopped(1)
@@ -286,7 +286,7 @@ def test_one_that_does_not_stop_is_waited_for_until_half_of_the_time_is_over() -
     assert PermitSave(2, False) in made.advance(15.2)
 
 
-def test_if_it_cannot_save_or_is_lost_the_next_one_is_asked() -> None:
+def test_the_next_worker_saves_if_the_first_cannot_or_is_lost() -> None:
     made = ending(roster())
     for worker in range(3):
         made.stopped(worker)
@@ -299,14 +299,14 @@ def test_if_it_cannot_save_or_is_lost_the_next_one_is_asked() -> None:
     assert made.advance(0.4) == [], "nobody is left"
 
 
-def test_one_that_does_not_come_is_not_waited_for_too_long() -> None:
+def test_a_worker_that_has_stopped_saves_in_time_though_the_others_do_not_stop() -> None:
     made = ending(roster())
     made.stopped(2)
     assert made.advance(14.0) == []
     assert made.advance(15.0)[1:] == [PermitSave(2, True)]
 
 
-def test_where_workers_run_freely_the_others_may_make_an_update_before_it_is_written() -> None:
+def test_saving_waits_for_free_running_workers_that_may_still_make_an_update() -> None:
     made = roster()
     made.whole_rounds = False
     ending(made)
@@ -322,7 +322,7 @@ def test_where_workers_run_freely_the_others_may_make_an_update_before_it_is_wri
     assert late.advance(15.0) == [BreakOff(), PermitSave(0, True)], "nobody makes one behind it"
 
 
-def test_one_that_has_just_come_back_is_not_waited_for_nor_needed() -> None:
+def test_saving_neither_waits_for_nor_needs_a_worker_that_has_just_come_back() -> None:
     made = roster()
     lose(made, 0)
     made.advance(1.0)
@@ -358,7 +358,7 @@ def test_if_nobody_is_left_one_process_more_is_started_to_save() -> None:
     assert made.advance(0.4) == [] and made.over, "once"
 
 
-def test_all_states_are_there_away_or_at_an_end() -> None:
+def test_every_worker_state_is_one_of_there_away_or_at_an_end() -> None:
     rest = {S.STOPPED, S.SAVING, S.ENDED, S.GONE}
     assert {*THERE} | {*AWAY} | rest == set(WorkerState)
 

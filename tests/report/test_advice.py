@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from hybridtrain.cli.commands.simulate import main
 from hybridtrain.cli.hydra_config import conf_dir
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.recording.observed import MOST_EVENTS, Observed, observe
+from hybridtrain.engine.recording.record_file import Writer
+from hybridtrain.engine.recording.record_reader import read_record, service_times
+from hybridtrain.engine.recording.recorder import KINDS
 from hybridtrain.errors import UserError
-from hybridtrain.policies import make_policy
-from hybridtrain.recording.observed import MOST_EVENTS, Observed, observe
-from hybridtrain.recording.record_file import Writer
-from hybridtrain.recording.record_reader import read_record, service_times
-from hybridtrain.recording.recorder import KINDS
-from hybridtrain.report import advice
-from hybridtrain.report.advice import Advice, advise
-from hybridtrain.simulate import main
+from hybridtrain.virtual import advice
+from hybridtrain.virtual.advice import Advice, advise
 from tests.support.headers import header
 
 UPDATE_S = 0.25
@@ -70,7 +70,7 @@ def recorded(
 def figures(command: str, path: Path) -> list[dict[str, Any]]:
     """The rows of a simulation that is asked for on a command line."""
     python, flag, module, *arguments = shlex.split(command)
-    assert (python, flag, module) == ("python", "-m", "hybridtrain.simulate")
+    assert (python, flag, module) == ("python", "-m", "hybridtrain", "simulate")
     out = path / "out.json"
     assert main([*arguments, f"json={out}"]) == 0
     rows: list[dict[str, Any]] = json.loads(out.read_text())
@@ -191,7 +191,7 @@ def test_a_run_whose_workers_train_on_their_own_is_observed_by_mini_batch(tmp_pa
     seen = observe(tmp_path)
     assert (seen.batch_size, seen.steps, seen.epoch, seen.mini_batches) == (2, 4, 160, 640)
     assert set(seen.times[1]) == {0.5} == set(service_times(tmp_path)[1])
-    (row,) = figures(f"python -m hybridtrain.simulate run={tmp_path} strategy=hybrid", tmp_path)
+    (row,) = figures(f"python -m hybridtrain simulate run={tmp_path} strategy=hybrid", tmp_path)
     assert row["samples_per_s"] == pytest.approx(4 / (0.5 + UPDATE_S), rel=0.01)
 
 
@@ -206,7 +206,7 @@ def test_conditions_of_a_simulated_run_can_be_changed_but_not_its_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded(tmp_path, [1.0, 3.0])
-    command = f"python -m hybridtrain.simulate run={tmp_path} strategy=hybrid"
+    command = f"python -m hybridtrain simulate run={tmp_path} strategy=hybrid"
     (row,) = figures(f"{command} update_s=0 workers=4 mini_batches=400 epoch=6400", tmp_path)
     assert row["samples_per_s"] == pytest.approx(4 * 8 / 3.0)
     for clash in ("compute=constant", "from=x.csv", "compute.mean_s=2"):

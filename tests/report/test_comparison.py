@@ -1,4 +1,4 @@
-"""``python -m hybridtrain.compare``: a page out of whatever runs have left."""
+"""``python -m hybridtrain compare``: a page out of whatever runs have left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from hybridtrain import compare
+from hybridtrain.cli.commands import compare
 from hybridtrain.report.charts import length_chart
 from hybridtrain.report.comparison import _thinned
 from hybridtrain.report.history import History
@@ -253,7 +253,7 @@ def test_names_beside_bars_are_whole(tmp_path: Path) -> None:
     assert "".join(re.findall(r">(x+)<", svg)) == longest
 
 
-def test_one_run_and_runs_without_metric_or_history(tmp_path: Path) -> None:
+def test_one_run_without_metric_or_history_has_a_page_that_says_so(tmp_path: Path) -> None:
     leave(tmp_path / "0", metrics={})
     _, seen = page_of(tmp_path)
     assert "digits: 1 run compared" in seen.texts
@@ -301,7 +301,7 @@ def test_without_matplotlib_there_are_tables_and_a_word_about_the_curves(
     _, seen = page_of(tmp_path)
     assert "figure" not in seen.tags and "table" in seen.tags
     assert "pip install matplotlib" in seen.texts
-    assert f"python -m hybridtrain.compare {tmp_path}" in seen.texts
+    assert f"python -m hybridtrain compare {tmp_path}" in seen.texts
 
 
 def test_labels_say_what_differs_and_are_never_alike(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.monitoring.watchdog import to_stderr
+from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.report import page, svg
 from hybridtrain.report.charts import style
 from hybridtrain.report.history import ALWAYS
@@ -35,7 +35,7 @@ STEERS = "\x1b[2J\x9b31m\x07\u202e\udcff"
         svg.document(1, 1, EVIL, EVIL, []),
     ],
 )
-def test_it_is_shown_as_it_is(made: str) -> None:
+def test_every_part_of_a_page_or_picture_shows_a_users_text_escaped(made: str) -> None:
     assert "<b>" not in made and "&lt;b&gt;&amp;" in made and "\x1b" not in made
 
 
@@ -53,7 +53,9 @@ def test_texts_of_another_users_run_do_not_steer_a_terminal(tmp_path: Path) -> N
     assert printable(shown) == shown and len(run.curve.columns) == len(ALWAYS) + 1
 
 
-def test_a_message_does_not_steer_a_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_another_user_in_a_message_does_not_steer_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     to_stderr(f"{STEERS} belongs to another user\n\tnext line")
     said = r"hybridtrain: \x1b[2J\x9b31m\x07\u202e\udcff belongs to another user"
     assert capsys.readouterr().err == f"{said}\n\tnext line\n"

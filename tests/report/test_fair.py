@@ -62,7 +62,9 @@ def test_a_target_is_reached_at_the_first_validation_that_is_as_good(tmp_path: P
     assert (low.train_s, low.best) == (1, 0.5)
 
 
-def test_a_run_that_never_reaches_it_has_its_best_value_and_ranks_behind(tmp_path: Path) -> None:
+def test_a_run_that_never_reaches_the_target_has_its_best_value_and_ranks_behind(
+    tmp_path: Path,
+) -> None:
     for name, values in {
         "far": [0.5],
         "near": [0.8],

@@ -10,12 +10,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hybridtrain.cli.commands.simulate import main
+from hybridtrain.cli.commands.simulate_options import parse
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.server.timeline import MOST_BARS, BarState, Timeline
 from hybridtrain.errors import UserError
-from hybridtrain.policies import make_policy
 from hybridtrain.report.timeline import FEWER_ROWS, RIGHT, WIDTH, picture, rows
-from hybridtrain.server.timeline import MOST_BARS, Doing, Timeline
-from hybridtrain.simulate import SimulationRow, main, parse, simulate
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.virtual import SimulationRow, simulate
+from hybridtrain.virtual.virtual_world import VirtualWorld
 
 SVG = "{http://www.w3.org/2000/svg}"
 SLOW = ["workers=4", "slower.3=3", "compute=lognormal"]
@@ -48,13 +50,13 @@ def test_bars_sum_to_what_the_simulation_counts(strategy: str) -> None:
     world.run(mini_batches=24)
     stats = world.server.statistics.stats()
     for worker in range(4):
-        computing, waiting, dropped = (timeline.seconds(worker, doing) for doing in Doing)
+        computing, waiting, dropped = (timeline.seconds(worker, doing) for doing in BarState)
         busy = computing + dropped
-        n = sum(bar.worker == worker and bar.doing is not Doing.WAITING for bar in timeline.bars)
+        n = sum(bar.worker == worker and bar.doing is not BarState.WAITING for bar in timeline.bars)
         assert busy == pytest.approx(stats["step_s"][worker] * n)
         share = waiting / (waiting + busy) if busy else 0.0
         assert share == pytest.approx(stats["waiting_share"][worker])
-    found = Counter(bar.worker for bar in timeline.bars if bar.doing is Doing.DROPPED)
+    found = Counter(bar.worker for bar in timeline.bars if bar.doing is BarState.DROPPED)
     assert [found[worker] for worker in range(4)] == stats["dropped"]
     assert len(timeline.updates) == stats["updates"]
     assert all(0 <= bar.begin_s < bar.end_s <= world.now_s for bar in timeline.bars)
@@ -68,12 +70,12 @@ def test_the_staleness_in_the_bars_is_that_of_the_histogram() -> None:
 
 def test_what_is_interrupted_is_dropped() -> None:
     row, timeline = simulated("strategy=backup", "interrupt=true", "mini_batches=24")
-    assert sum(bar.doing is Doing.DROPPED for bar in timeline.bars) == row.interrupted > 0
+    assert sum(bar.doing is BarState.DROPPED for bar in timeline.bars) == row.interrupted > 0
 
 
 def test_a_worker_that_awaits_the_answer_to_an_earlier_push_waits() -> None:
     row, timeline = simulated("strategy=streaming_diloco:every=6", "task=clusters", "seconds=20")
-    assert timeline.seconds(0, Doing.WAITING) > 5 > timeline.seconds(3, Doing.WAITING) == 0
+    assert timeline.seconds(0, BarState.WAITING) > 5 > timeline.seconds(3, BarState.WAITING) == 0
     assert row.waiting_share > 0.2
 
 
@@ -92,7 +94,7 @@ def test_a_picture_is_whole_for_light_and_dark_pages_and_the_same_each_time(stra
     assert "prefers-color-scheme:dark" in text and "http" not in text.replace(SVG[1:-1], "")
     svg = ElementTree.fromstring(text)
     assert svg.get("viewBox", "").startswith(f"0 0 {WIDTH} ")
-    bars = [each for each in svg.iter(f"{SVG}rect") if each.get("class") in set(Doing)]
+    bars = [each for each in svg.iter(f"{SVG}rect") if each.get("class") in set(BarState)]
     assert len(bars) > 10
     height = float(svg.get("viewBox", "").split()[3])
     for each in (bar for bar in bars if bar.get("x") is not None):

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, StepRequest, Ticket, Visits
-from hybridtrain.protocol.spans import Spans, merged, positions, split, total
-from hybridtrain.server.batch_queue import BatchQueue, end_sooner
+from hybridtrain.engine.protocol.messages import (
+    Draw,
+    DrawnBatch,
+    LoaderPass,
+    StepRequest,
+    Ticket,
+    Visits,
+)
+from hybridtrain.engine.protocol.spans import Spans, merged, positions, split, total
+from hybridtrain.engine.server.batch_queue import BatchQueue, end_sooner
 
 FIRST = LoaderPass(0, 0)
 
@@ -73,7 +80,7 @@ def test_loaders_that_are_alike_give_the_same_positions_in_each_step() -> None:
     assert left[FIRST] == left[other.lap]
 
 
-def test_in_a_new_iteration_they_are_drawn_from_anew() -> None:
+def test_loaders_that_are_alike_are_drawn_from_anew_in_a_new_iteration() -> None:
     queue, (one, other) = BatchQueue({0}), pair(6, (2,))
     begun = [replace(each, begins=True) for each in (one, other)]
     drawn = [queue.draw(0, each) for each in (*begun, one, *begun, one, other)]
@@ -115,7 +122,9 @@ def test_a_worker_that_comes_back_may_begin_with_any_loader() -> None:
 @pytest.mark.parametrize(
     ("most", "limited", "n_more"), [(1, False, 0), (3, False, 2), (3, True, 0)]
 )
-def test_so_many_mini_batches_are_drawn_at_once(most: int, limited: bool, n_more: int) -> None:
+def test_several_mini_batches_are_drawn_at_once_unless_there_is_a_limit(
+    most: int, limited: bool, n_more: int
+) -> None:
     queue, ask = BatchQueue({0}), replace(draw(40, (1,)), most=most, limited=limited)
     assert train(queue, 0, ask)
     assert len(queue.draw(0, ask).more) == n_more
@@ -146,7 +155,7 @@ def test_steps_of_a_lost_worker_that_the_server_does_not_know_have_all_their_loa
     ]
 
 
-def test_nothing_is_kept_for_the_first_while_it_is_away() -> None:
+def test_no_mini_batch_is_kept_for_the_first_worker_while_it_is_away() -> None:
     queue, ask = BatchQueue({0, 1}), draw(6, (4, 4))
     assert queue.draw(0, ask).spans == ((0, 4),)
     assert queue.draw(1, ask).spans == ((4, 6),)
@@ -161,7 +170,7 @@ def train(queue: BatchQueue, worker: int, ask: Draw) -> bool:
     return bool(spans)
 
 
-def test_nothing_is_kept_for_faster_ones_while_they_are_away() -> None:
+def test_no_mini_batch_is_kept_for_faster_workers_while_they_are_away() -> None:
     queue, ask = BatchQueue({0, 1, 2}), draw(40, (2, 2, 2))
     order = [0, *[1, 2] * 8]
     assert all(train(queue, worker, ask) for worker in order)
@@ -479,7 +488,7 @@ def test_an_idle_worker_gets_what_a_slower_one_has_not_begun_and_then_what_it_ha
     assert queue.draw(0, ask).spans == (), "nothing a third time"
 
 
-def test_the_first_claim_counts_and_the_other_worker_is_named() -> None:
+def test_the_first_claim_of_a_mini_batch_counts_and_the_other_worker_is_named() -> None:
     queue, ask, slow = backed_up(12, 2)
     queue.draw(0, ask), queue.draw(0, ask)
     assert claims(queue, 0, slow[1]) == (True, [1])
@@ -501,7 +510,7 @@ def test_a_lost_worker_gives_back_what_nobody_else_processes(lost: int) -> None:
     assert not claims(queue, lost, slow[1])[0], "it is the other one's now"
 
 
-def test_one_that_two_have_stays_with_the_other_where_one_is_lost() -> None:
+def test_a_mini_batch_that_two_workers_have_stays_with_one_where_the_other_is_lost() -> None:
     queue, ask, slow = backed_up(12, 2)
     queue.draw(0, ask)
     queue.members.discard(1)
@@ -510,14 +519,14 @@ def test_one_that_two_have_stays_with_the_other_where_one_is_lost() -> None:
     assert queue.draw(0, ask).spans == slow[0] and queue.draw(0, ask).spans == ()
 
 
-def test_a_smaller_one_comes_last_since_a_loader_takes_it_for_the_end() -> None:
+def test_a_smaller_backup_mini_batch_comes_last_since_a_loader_takes_it_for_the_end() -> None:
     queue, ask, _ = backed_up(12, 2)
     ask = replace(ask, sizes=(3, 2))
     assert total(queue.draw(0, ask).spans) == 2
     assert queue.draw(0, replace(ask, drop_last=True)).spans == ()
 
 
-def test_without_a_speed_there_are_no_backups() -> None:
+def test_no_backup_is_drawn_before_the_speed_of_workers_is_known() -> None:
     queue, ask = BatchQueue({0, 1}, backs_up=True), draw(4, (2, 2))
     assert [queue.draw(worker, ask).spans for worker in (1, 0)] == [((0, 2),), ((2, 4),)]
     assert queue.draw(0, ask).spans == ()

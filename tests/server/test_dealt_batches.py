@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Ticket
-from hybridtrain.protocol.spans import Spans, merged, positions, total
-from hybridtrain.server.batch_queue import BatchQueue
+from hybridtrain.engine.protocol.messages import Draw, DrawnBatch, LoaderPass, Ticket
+from hybridtrain.engine.protocol.spans import Spans, merged, positions, total
+from hybridtrain.engine.server.batch_queue import BatchQueue
 
 LAP = LoaderPass(0, 0)
 

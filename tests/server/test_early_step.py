@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.policies import FirstK, WaitForAll
-from hybridtrain.protocol.events import Announced, NotArrived, Received, Removed
-from hybridtrain.protocol.messages import Clip, Pull
+from hybridtrain.engine.policies import FirstK, WaitForAll
+from hybridtrain.engine.protocol.events import Announced, NotArrived, Received, Removed
+from hybridtrain.engine.protocol.messages import Clip, Pull
 from tests.support.served import Make, Served, push_of, refusals, released
 
 SIZE = 700_000  # elements: several chunks
@@ -112,7 +112,7 @@ def test_an_update_that_begins_early_is_the_same() -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("here", [0, SIZE // 2, SIZE + 64])
 @pytest.mark.parametrize("step", [0, 2])
-def test_it_is_undone_if_anything_else_happens(step: int, here: int) -> None:
+def test_an_early_update_is_undone_if_anything_else_happens(step: int, here: int) -> None:
     early, plain = served(), served()
     for each in (early, plain):
         usual(each, step)
@@ -129,7 +129,7 @@ def test_it_is_undone_if_anything_else_happens(step: int, here: int) -> None:
     assert_same(early, plain)
 
 
-def test_a_lost_worker_has_no_part_in_it() -> None:
+def test_a_lost_worker_has_no_part_in_an_early_update() -> None:
     early, plain = served(), served()
     rows = Rows()
     begun(early, 0, rows)
@@ -187,7 +187,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_what_cannot_be_undone_begins_when_all_is_here(name: str) -> None:
+def test_an_update_that_cannot_be_undone_does_not_begin_before_all_rows_are_here(name: str) -> None:
     each, given = served(), dict(CHANGED[name])
     each.server.on(Received(0, push_of(1.0)))
     each.server.on(Announced({1: push_of(given.pop("weight", 2.0), **given)}, Rows()))
@@ -195,7 +195,7 @@ def test_what_cannot_be_undone_begins_when_all_is_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [lambda: FirstK(1), WaitForAll])
-def test_nothing_begins_before_all_have_pushed(policy: Callable[[], Any]) -> None:
+def test_no_update_begins_early_before_all_workers_have_pushed(policy: Callable[[], Any]) -> None:
     each = Served(3, policy(), parameters=(torch.zeros(4),))
     each.server.on(Received(0, push_of(1.0)))
     each.server.on(Announced({1: push_of(2.0)}, Rows()))

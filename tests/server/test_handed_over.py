@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.exchanges.compression import Compressor, make_codec
-from hybridtrain.memory import Layout, Store, pack
-from hybridtrain.worker.finite import FiniteCheck
-from hybridtrain.worker.replica_own import OwnReplica
+from hybridtrain.engine.exchanges.compression import Compressor, make_codec
+from hybridtrain.engine.memory import Layout, Store, pack
+from hybridtrain.engine.worker.finite import FiniteCheck
+from hybridtrain.engine.worker.replica_own import OwnReplica
 from tests.support.served import Served
 
 TABLE, WIDE = torch.zeros(50, 4), torch.zeros(3, dtype=torch.float64)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtrain.policies import BoundedStaleness, FirstK, OnArrival, Policy
-from hybridtrain.policies.basic import NotTooLate
-from hybridtrain.protocol.events import BrokenOff, Removed
-from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
-from hybridtrain.protocol.messages import Released
-from hybridtrain.updates.named import Sum
-from hybridtrain.updates.staleness.correction import ByStaleness
+from hybridtrain.engine.policies import BoundedStaleness, FirstK, OnArrival, Policy
+from hybridtrain.engine.policies.basic import NotTooLate
+from hybridtrain.engine.protocol.events import BrokenOff, Removed
+from hybridtrain.engine.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
+from hybridtrain.engine.protocol.messages import Released
+from hybridtrain.engine.updates.named import Sum
+from hybridtrain.engine.updates.staleness.correction import ByStaleness
 from tests.support.served import Served, refusals
 
 
@@ -53,7 +53,7 @@ def test_what_nobody_has_a_gradient_of_is_left_alone() -> None:
     assert (served.value(0), served.value(1)) == (-3.0, 1.0)
 
 
-def test_whoever_abstains_holds_nothing() -> None:
+def test_a_push_without_weight_is_not_put_aside() -> None:
     served = Served(1, FirstK(2, "use", True))
     served.push(0, 99.0, weight=0.0)
     served.push(0, 4.0)
@@ -84,7 +84,7 @@ def test_two_optimizers_of_the_same_parameters_cannot_both_be_held() -> None:
     assert "optimizers 0 and 1 step the same parameters" in reason
 
 
-def test_the_late_are_dropped_and_go_on_from_the_newest() -> None:
+def test_late_contributions_are_dropped_and_their_workers_read_the_newest_parameters() -> None:
     served = Served(2, FirstK(1))
     served.push(0, 1.0)
     assert served.push(1, 100.0) == [(1, Released(1, counted=False))]
@@ -133,7 +133,7 @@ def test_behind_the_last_update_nothing_counts_but_what_has_been_counted(follows
     assert served.value() == -1.0
 
 
-def test_the_late_count_where_late_is_used_one_update_old() -> None:
+def test_late_contributions_that_are_used_count_one_update_old() -> None:
     served = Served(3, FirstK(2, "use"))
     assert served.push(0, 1.0) == []
     assert len(served.push(1, 3.0)) == 2

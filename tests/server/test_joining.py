@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from hybridtrain.engine.policies import Needs
+from hybridtrain.engine.protocol.events import Admitted, Received, Removed, Restarted
+from hybridtrain.engine.protocol.facts import Apply, Fact, Joined, Order, Pushed, Release, SetTimer
+from hybridtrain.engine.protocol.messages import Gather, Gathered, Gone, Install, Released
+from hybridtrain.engine.server.server import ParameterServer
 from hybridtrain.errors import UserError
-from hybridtrain.policies import Needs
-from hybridtrain.protocol.events import Admitted, Received, Removed, Restarted
-from hybridtrain.protocol.facts import Apply, Fact, Joined, Order, Pushed, Release, SetTimer
-from hybridtrain.protocol.messages import Gather, Gathered, Gone, Install, Released
-from hybridtrain.server.server import Server
 from tests.support.served import Served
 
 
@@ -37,7 +37,7 @@ class Company:
         return ()
 
 
-def test_what_follows_from_a_workers_coming_back_happens() -> None:
+def test_what_a_policy_orders_when_a_worker_comes_back_is_carried_out() -> None:
     served = Served(2, Company())
     assert served.server.wake_at_s == 7.0
     assert served.push(0, 1.0) == []
@@ -49,7 +49,7 @@ def test_what_follows_from_a_workers_coming_back_happens() -> None:
 
 def test_nobody_can_be_released_before_training_begins() -> None:
     with pytest.raises(UserError, match=r"Company.*Release.*worker 0 does not wait"):
-        Server(Company((Release((0,)),)), 2)
+        ParameterServer(Company((Release((0,)),)), 2)
 
 
 def test_in_lock_step_a_worker_that_comes_is_waited_for_from_the_next_meeting_that_admits() -> None:

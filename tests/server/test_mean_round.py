@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.events import Received, Removed, Restarted
-from hybridtrain.protocol.messages import Average, Averaged, Done, Gone, Install, Share
-from hybridtrain.server import mean_round
-from hybridtrain.server.mean_round import average
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.protocol.events import Received, Removed, Restarted
+from hybridtrain.engine.protocol.messages import Average, Averaged, Done, Gone, Install, Share
+from hybridtrain.engine.server import mean_round
+from hybridtrain.engine.server.mean_round import average
+from hybridtrain.engine.updates.thread_pool import Pool
 from tests.support.served import Served
 
 F32, F64 = torch.float32, torch.float64
@@ -31,7 +31,7 @@ def store_of(n_workers: int) -> Store:
 
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("weights", [(1.0,), (0.0, 2.0), (2.0, 1.0, 4.0)])
-def test_it_is_summed_in_the_order_of_workers_whoever_does_it(
+def test_the_mean_is_summed_in_the_order_of_workers_whichever_thread_sums(
     monkeypatch: pytest.MonkeyPatch, weights: tuple[float, ...], lanes: int
 ) -> None:
     monkeypatch.setattr(mean_round, "_CHUNK", 32)

@@ -9,13 +9,22 @@ from typing import Any
 import pytest
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.exchanges import begin_policy
+from hybridtrain.engine.exchanges.gradient import Gradient
+from hybridtrain.engine.policies import Needs
+from hybridtrain.engine.protocol.events import Received
+from hybridtrain.engine.protocol.facts import (
+    Accumulate,
+    Apply,
+    Drop,
+    Fact,
+    Order,
+    Pushed,
+    Ready,
+    Release,
+)
+from hybridtrain.engine.protocol.messages import Begin
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import begin_policy
-from hybridtrain.exchanges.gradient import Gradient
-from hybridtrain.policies import Needs
-from hybridtrain.protocol.events import Received
-from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Fact, Order, Pushed, Ready, Release
-from hybridtrain.protocol.messages import Begin
 from tests.lightning.toys import fit
 from tests.picking import by_default
 from tests.support.served import Served, refusals, released

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.monitoring.watchdog import Slow, SlowReport, slow_worker
-from hybridtrain.protocol.shared_round import MadeRounds
-from hybridtrain.server.barrier import Barrier, BarrierMismatch
-from hybridtrain.server.run_statistics import RunStatistics
+from hybridtrain.engine.monitoring.watchdog import Slow, SlowReport, slow_worker
+from hybridtrain.engine.protocol.shared_round import MadeRounds
+from hybridtrain.engine.server.barrier import Barrier, BarrierMismatch
+from hybridtrain.engine.server.run_statistics import RunStatistics
 
 
 class Clock:
@@ -160,7 +160,7 @@ def test_who_leaves_is_not_waited_for_and_takes_along_what_it_brought() -> None:
     assert meeting.close() == {0: 10}
 
 
-def test_who_waits_patiently_does_not_hold_up_the_others() -> None:
+def test_a_worker_that_waits_patiently_does_not_hold_up_the_others() -> None:
     meeting: Barrier[str] = Barrier({0, 1, 2})
     meeting.bring(2, "end", "rests", patient=True)
     meeting.bring(0, "metric", "a")
@@ -224,7 +224,7 @@ def test_who_has_waited_before_it_pushes_has_not_come_last() -> None:
     assert stats["awaited_share"] == [1.0, 0.0]
 
 
-def test_nobody_has_waited_since_before_its_release() -> None:
+def test_no_worker_has_waited_since_before_its_last_release() -> None:
     made, clock = statistics(1)
     clock.now_s = 2.0
     made.pushed(0, 4.0, waited_s=3.0)  # by another clock

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtrain.errors import UserError
-from hybridtrain.memory import Arena, Layout
-from hybridtrain.policies import BoundedStaleness, OnArrival, RoundRobin, WaitForAll
-from hybridtrain.protocol.events import BrokenOff, Completed, Received, Removed
-from hybridtrain.protocol.messages import (
+from hybridtrain.engine.memory import Arena, Layout
+from hybridtrain.engine.policies import BoundedStaleness, OnArrival, RoundRobin, WaitForAll
+from hybridtrain.engine.protocol.events import BrokenOff, Completed, Received, Removed
+from hybridtrain.engine.protocol.messages import (
     Begin,
     Clip,
     Draw,
@@ -36,10 +35,11 @@ from hybridtrain.protocol.messages import (
     Stopped,
     Ticket,
 )
-from hybridtrain.server.rounds import Replies
-from hybridtrain.server.server import Server
-from hybridtrain.updates.groups import plain
-from hybridtrain.updates.serialize import dump
+from hybridtrain.engine.server.rounds import Replies
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.updates.groups import plain
+from hybridtrain.engine.updates.serialize import dump
+from hybridtrain.errors import UserError
 from tests.support.served import Served, gathered, refusals, released, sgd, stopped
 
 GROUP = {"lr": 1.0}
@@ -241,7 +241,7 @@ def test_waiting_in_different_places_is_refused_for_all_who_wait() -> None:
 
 
 def test_different_parameters_are_refused_for_all_with_the_worker_named() -> None:
-    server = Server(WaitForAll(), 3)
+    server = ParameterServer(WaitForAll(), 3)
     layouts = [Layout.of([("w", torch.zeros(n))]) for n in (4, 4, 5)]
     for worker in (2, 0):
         assert server.on(Received(worker, Share(layouts[worker]))) == []
@@ -257,7 +257,7 @@ def test_parameters_too_large_for_the_machine_are_refused_for_all(
     def refuse(n_bytes: int, unused: object) -> Arena:
         raise UserError("too large")
 
-    server = Server(WaitForAll(), 2)
+    server = ParameterServer(WaitForAll(), 2)
     layout = Layout.of([("w", torch.zeros(4))])
     server.on(Received(0, Share(layout)))
     monkeypatch.setattr(Arena, "create", refuse)
@@ -296,13 +296,13 @@ def test_a_lost_worker_is_not_waited_for_and_its_push_does_not_count() -> None:
     assert served.value() == -2.0
 
 
-def test_the_loss_of_the_last_one_missing_ends_the_round() -> None:
+def test_the_loss_of_the_last_missing_worker_ends_the_round() -> None:
     served = Served(2)
     served.push(0, 1.0)
     assert served.server.on(Removed(1)) == released(1, 0)
 
 
-def test_the_loss_of_the_last_one_missing_ends_the_meeting() -> None:
+def test_the_loss_of_the_last_missing_worker_ends_the_meeting() -> None:
     served = Served(3)
     served.gather(0, payload=b"a")
     served.gather(2, payload=b"c")
@@ -320,7 +320,7 @@ def test_who_is_lost_in_a_meeting_is_neither_answered_nor_expected_again() -> No
 
 
 def test_rows_keep_their_workers_numbers_when_one_was_lost_before_sharing() -> None:
-    server = Server(WaitForAll(), 3)
+    server = ParameterServer(WaitForAll(), 3)
     server.on(Removed(0))
     layout = Layout.of([("w", torch.zeros(4))])
     server.on(Received(1, Share(layout)))
@@ -329,7 +329,7 @@ def test_rows_keep_their_workers_numbers_when_one_was_lost_before_sharing() -> N
     server.store.gradient(2, layout.slots[0]).fill_(1.0)
 
 
-def test_all_may_be_lost() -> None:
+def test_all_workers_may_be_lost_without_an_answer_or_an_update() -> None:
     served = Served(2)
     served.push(0, 1.0)
     served.server.on(Removed(0))
@@ -604,7 +604,7 @@ def test_the_turn_of_a_worker_that_has_stopped_goes_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("policy", [WaitForAll(), BoundedStaleness(lead=1)])
-def test_late_in_the_end_nobody_is_waited_for(policy: Any) -> None:
+def test_no_worker_is_waited_for_once_the_end_of_a_run_is_broken_off(policy: Any) -> None:
     run = Served(2, policy)
     for _ in range(2):
         replies = run.push(0, 1.0)

@@ -8,10 +8,9 @@ from typing import Any, cast
 import pytest
 
 from hybridtrain import HybridStrategy
-from hybridtrain.errors import UserError
-from hybridtrain.policies import Grace, Needs
-from hybridtrain.protocol.events import Received, Removed, TimerExpired
-from hybridtrain.protocol.facts import (
+from hybridtrain.engine.policies import Grace, Needs
+from hybridtrain.engine.protocol.events import Received, Removed, TimerExpired
+from hybridtrain.engine.protocol.facts import (
     Apply,
     Drop,
     Fact,
@@ -21,9 +20,10 @@ from hybridtrain.protocol.facts import (
     SetTimer,
     TimerFired,
 )
-from hybridtrain.protocol.messages import Gather, Gathered
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.engine.protocol.messages import Gather, Gathered
+from hybridtrain.errors import UserError
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 from tests.lightning.toys import fit
 from tests.support.served import Served, gathered, refusals, released
 
@@ -63,7 +63,7 @@ class Later(Never):
         return ()
 
 
-def test_the_last_to_wait_ends_it_for_all_and_the_policy_is_named() -> None:
+def test_the_last_worker_to_wait_for_ever_ends_the_wait_of_all_and_names_the_policy() -> None:
     served = Served(2, Never())
     assert served.push(0, 1.0) == []
     reasons = refusals(served.push(1, 1.0))
@@ -74,7 +74,7 @@ def test_the_last_to_wait_ends_it_for_all_and_the_policy_is_named() -> None:
         assert "worker 0, 1 for their release" in reason
 
 
-def test_who_waits_elsewhere_is_named_too() -> None:
+def test_a_worker_that_waits_elsewhere_is_named_in_a_wait_for_ever() -> None:
     served = Served(2, Some())
     assert len(served.push(0, 1.0)) == 1
     assert served.push(1, 1.0) == []
@@ -107,12 +107,12 @@ def test_a_timer_that_rings_a_little_early_has_rung() -> None:
     assert served.server.on(TimerExpired()) == released(1, 0)
 
 
-def test_in_processes_the_run_ends_with_the_reason() -> None:
+def test_a_policy_that_waits_for_ever_ends_a_run_in_processes_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"policy Never\(\) would wait for ever"):
         fit(HybridStrategy(policy=Never()), 2, 6)
 
 
-def test_in_virtual_time_the_run_ends_with_the_reason() -> None:
+def test_a_policy_that_waits_for_ever_ends_a_run_in_virtual_time_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"policy Never\(\) would wait for ever"):
         VirtualWorld(Never(), 3, ServiceTimes()).run(updates=1)
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import simulate_strategy
 from hybridtrain.errors import UserError
-from hybridtrain.simulate import ServiceTimes, SimulationPlan, StrategySpec, simulate
+from hybridtrain.virtual import ServiceTimes, SimulationPlan, StrategySpec, simulate
 from tests.lightning.toys import Regression, regression_data
 from tests.support.own_parts import Every, Largest, Quorum
 

@@ -16,9 +16,9 @@ from theory import local
 from theory import waiting as laws
 from theory.law import About, AtMost, Law, Same
 
+from hybridtrain.engine.policies import OnArrival
 from hybridtrain.errors import UserError
-from hybridtrain.policies import OnArrival
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.virtual.virtual_world import VirtualWorld
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from hybridtrain.engine.exchanges import make_exchange
+from hybridtrain.engine.policies import Grace, make_policy
+from hybridtrain.engine.protocol.events import Event
+from hybridtrain.engine.protocol.facts import Fact, Order, Pushed
+from hybridtrain.engine.protocol.messages import Clip, Visits
+from hybridtrain.engine.updates.groups import Groups
+from hybridtrain.engine.updates.named import make_update
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import make_exchange
-from hybridtrain.policies import Grace, make_policy
-from hybridtrain.protocol.events import Event
-from hybridtrain.protocol.facts import Fact, Order, Pushed
-from hybridtrain.protocol.messages import Clip, Visits
-from hybridtrain.updates.groups import Groups
-from hybridtrain.updates.named import make_update
-from hybridtrain.worlds.virtual.network import Conditions
-from hybridtrain.worlds.virtual.script import Dies, Joins, Script
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.training_task import Scheduled, Timetable
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.virtual.network import Conditions
+from hybridtrain.virtual.script import Dies, Joins, Script
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.training_task import Scheduled, Timetable
+from hybridtrain.virtual.virtual_world import VirtualWorld
 
 # Hundredths of a second per step of its four workers, 0.58 s and so on: sums are exact, or rounding
 # would say who is first where two come at the same time.
@@ -231,7 +231,7 @@ def test_servers_see_time_pass_in_order_though_foresight_takes_it_back() -> None
     assert len(times) > 40 and times == sorted(times)
 
 
-def test_whose_shares_are_fixed_cannot_draw_from_shards() -> None:
+def test_workers_with_fixed_shares_cannot_draw_from_data_shards() -> None:
     with pytest.raises(UserError, match=r"data_shards was given, but .* fixed shares"):
         VirtualWorld(
             make_policy("hybrid"),

@@ -1,4 +1,4 @@
-"""`python -m hybridtrain.simulate`."""
+"""`python -m hybridtrain simulate`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain import simulate
+from hybridtrain import virtual
+from hybridtrain.cli.commands.simulate import main
+from hybridtrain.cli.commands.simulate_options import parse
 from hybridtrain.errors import UserError
-from hybridtrain.simulate import main, parse
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.service_times import ServiceTimes
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +42,7 @@ def test_strategies_and_numbers_of_workers_are_compared_and_written(
         assert one | {"events_per_s": 0} == other | {"events_per_s": 0}, "same seed, same figures"
 
 
-def test_a_page_has_it_all(tmp_path: Path) -> None:
+def test_the_page_of_a_simulation_has_its_charts_strategies_and_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
     page = tmp_path / "page.html"
     for workers in ("4", "2,4"):
@@ -90,8 +91,8 @@ def test_hosts_share_their_links_and_the_table_says_what_is_busy(
 @pytest.mark.parametrize("size", ["workers=10000", "hosts=4x2500"])
 def test_ten_thousand_workers_are_no_trouble(size: str) -> None:
     plan, _ = parse([size, "mini_batches=20000"])
-    row = simulate.simulate(
-        plan, simulate.StrategySpec("hybrid", "hybrid"), 10_000, None, plan.hosts[0]
+    row = virtual.simulate(
+        plan, virtual.StrategySpec("hybrid", "hybrid"), 10_000, None, plan.hosts[0]
     )
     assert (row.updates, row.samples) == (2, 2 * 10_000 * 32)
 
@@ -158,7 +159,7 @@ def test_bad_input_is_one_line_on_standard_error(
 @pytest.mark.slow
 def test_the_module_runs_as_a_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hybridtrain.simulate", "--help"],
+        [sys.executable, "-m", "hybridtrain", "simulate", "--help"],
         capture_output=True,
         text=True,
         timeout=100,
@@ -171,7 +172,7 @@ def test_the_module_runs_as_a_command() -> None:
 def test_strategies_whose_workers_train_on_their_own_stand_beside_the_others() -> None:
     arguments = ["strategy=hybrid,local_sgd:every=4,diloco:every=4", "task=digits", "workers=2"]
     plan, _ = parse([*arguments, "mini_batches=41"])  # of an epoch of 48
-    hybrid, local, diloco = (simulate.simulate(plan, each, 2) for each in plan.strategies)
+    hybrid, local, diloco = (virtual.simulate(plan, each, 2) for each in plan.strategies)
     assert (hybrid.updates, local.updates, diloco.updates) == (20, 5, 5)
     assert 0.9 < hybrid.sent_bytes / (4 * local.sent_bytes) < 1.1  # one is under way
     assert local.sent_bytes == diloco.sent_bytes
@@ -185,15 +186,17 @@ def test_strategies_whose_workers_train_on_their_own_stand_beside_the_others() -
         (["strategy=local_sgd:evry=3", "task=parabola"], "did you mean every?"),
     ],
 )
-def test_what_does_not_go_with_them_is_said(given: list[str], said: str) -> None:
+def test_bad_options_of_strategies_whose_workers_train_on_their_own_are_refused(
+    given: list[str], said: str
+) -> None:
     with pytest.raises(UserError, match=said.replace("?", r"\?")):
         plan, _ = parse(given)
-        simulate.simulate(plan, plan.strategies[0], 2)
+        virtual.simulate(plan, plan.strategies[0], 2)
 
 
 def test_what_is_dropped_is_no_use() -> None:
     times = ServiceTimes("constant", slower={1: 1.5})
-    plan = simulate.SimulationPlan(times=times, batch_size=1, mini_batches=60)
-    row = simulate.simulate(plan, simulate.StrategySpec("", {"name": "backup", "k": 1}), 2)
+    plan = virtual.SimulationPlan(times=times, batch_size=1, mini_batches=60)
+    row = virtual.simulate(plan, virtual.StrategySpec("", {"name": "backup", "k": 1}), 2)
     assert row.dropped > 0
     assert row.efficiency == pytest.approx(row.samples_per_s / (1 + 1 / 1.5))

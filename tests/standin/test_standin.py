@@ -252,7 +252,9 @@ def test_what_was_freed_is_garbage_to_a_stream_that_was_not_recorded(locked: tor
 
 
 @pytest.mark.slow
-def test_and_who_gets_the_memory_next_races_with_it(locked: torch.Tensor) -> None:
+def test_the_next_user_of_memory_freed_without_recording_its_stream_races_with_it(
+    locked: torch.Tensor,
+) -> None:
     for _ in on_its_way(locked, record=False):
         with pytest.raises(Race):
             torch.zeros(4, device=HERE)
@@ -311,12 +313,14 @@ def in_child(body: object) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_naming_it_initialises_nothing_and_a_fork_can() -> None:
+def test_naming_the_stand_in_device_initialises_nothing_and_a_fork_can_use_it() -> None:
     assert not torch.standin.is_initialized()
     assert in_child(lambda: torch.ones(1, device=HERE)) == 0
 
 
-def test_beside_a_gpu_it_refuses_instead_of_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stand_in_device_beside_a_gpu_refuses_instead_of_hanging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="hide the GPUs"):
@@ -332,7 +336,7 @@ def test_tests_see_gpus_only_where_they_are_asked_for(asked: str, seen: bool) ->
     assert asks_for_gpus(config) is seen
 
 
-def test_whoever_is_forked_afterwards_can_do_nothing_with_it() -> None:
+def test_a_process_forked_after_initialisation_cannot_use_the_stand_in_device() -> None:
     x = torch.ones(1, device=HERE)
     assert torch.standin.is_initialized()
     for body in (lambda: torch.ones(1, device=HERE), x.cpu, lambda: x + 1, lambda: x.item()):

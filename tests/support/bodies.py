@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.messages import Install, Push, Share
-from hybridtrain.updates.serialize import dump
-from hybridtrain.worker.client import Client
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.protocol.messages import Install, Push, Share
+from hybridtrain.engine.updates.serialize import dump
+from hybridtrain.engine.worker.client import Client
 
 
 def number(client: Client) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridtrain.policies import make_policy
-from hybridtrain.protocol.events import Completed, Received, Removed, Restarted
-from hybridtrain.protocol.messages import (
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.protocol.events import Completed, Received, Removed, Restarted
+from hybridtrain.engine.protocol.messages import (
     Answer,
     Back,
     Begin,
@@ -30,10 +30,10 @@ from hybridtrain.protocol.messages import (
     Request,
     Share,
 )
-from hybridtrain.protocol.spans import Spans, total
-from hybridtrain.recovery.failure_policy import Judge, OnFailure, Replace
-from hybridtrain.recovery.roster import THERE, Ask, LifecycleEvent, Roster, Say, Start
-from hybridtrain.server.rounds import Replies
+from hybridtrain.engine.protocol.spans import Spans, total
+from hybridtrain.engine.recovery.failure_policy import Judge, OnFailure, Replace
+from hybridtrain.engine.recovery.roster import THERE, Ask, LifecycleEvent, Roster, Say, Start
+from hybridtrain.engine.server.rounds import Replies
 from tests.support.served import Served
 
 E = LifecycleEvent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybridtrain.recording.recorder import KINDS
+from hybridtrain.engine.recording.recorder import KINDS
 
 
 def header(workers: int, kinds: Sequence[str] = KINDS) -> dict[str, Any]:

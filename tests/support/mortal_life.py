@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridtrain.exchanges import Requirements
-from hybridtrain.memory import Store
-from hybridtrain.protocol.messages import (
+from hybridtrain.engine.exchanges import Requirements
+from hybridtrain.engine.memory import Store
+from hybridtrain.engine.protocol.messages import (
     Draw,
     DrawnBatch,
     GradientPush,
@@ -18,9 +18,9 @@ from hybridtrain.protocol.messages import (
     Shared,
     StepRequest,
 )
-from hybridtrain.training.step.in_place import InPlace
-from hybridtrain.updates.serialize import dump
-from hybridtrain.worker.client import Client
+from hybridtrain.engine.step.in_place import InPlaceOptimizer
+from hybridtrain.engine.updates.serialize import dump
+from hybridtrain.engine.worker.client import Client
 
 if TYPE_CHECKING:
     from tests.support.mortals import Model, Mortal
@@ -75,7 +75,7 @@ class Life:
         self.optimizer: Any = self._optimizer(needs)
         payload = (dump(self.optimizer, {id(self.own): 0}),) if mortal.number == 0 else ()
         client.install(Install(() if joins else payload, version))
-        self.steps = InPlace(self.optimizer, client) if needs.in_place else None
+        self.steps = InPlaceOptimizer(self.optimizer, client) if needs.in_place else None
         if self.steps is not None and needs.steps_unasked:
             self.steps.step_unasked()
         self.lock_step = needs.whole_rounds

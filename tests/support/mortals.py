@@ -20,18 +20,18 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.memory import Arena, Layout
-from hybridtrain.policies.registry import make_policy
-from hybridtrain.protocol import locked_steps, shared_round
-from hybridtrain.protocol.events import Completed, Looked, Received, Removed, Restarted
-from hybridtrain.server.server import Server
-from hybridtrain.training.step import in_place
-from hybridtrain.updates.flat import lent_state
-from hybridtrain.updates.flat.flat_update import FlatUpdate
-from hybridtrain.updates.kernels.kernel import Kernel
-from hybridtrain.util.turn_taking import Asked, Ended, TurnTaking
-from hybridtrain.worker import client
-from hybridtrain.worker.makers import in_place as counting
+from hybridtrain.engine.memory import Arena, Layout
+from hybridtrain.engine.policies.registry import make_policy
+from hybridtrain.engine.protocol import locked_steps, shared_round
+from hybridtrain.engine.protocol.events import Completed, Looked, Received, Removed, Restarted
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.step import in_place
+from hybridtrain.engine.updates.flat import lent_state
+from hybridtrain.engine.updates.flat.flat_update import FlatUpdate
+from hybridtrain.engine.updates.kernels.kernel import Kernel
+from hybridtrain.engine.worker import client
+from hybridtrain.engine.worker.makers import in_place as counting
+from hybridtrain.util.turn_taking import Asked, FunctionEnded, TurnTaking
 from tests.support.deaths import Died, Words
 from tests.support.mortal_life import Life
 
@@ -83,7 +83,7 @@ class Model:
         self.parameter = torch.nn.Parameter(torch.zeros(max(self.size, 2 * _CHUNK)))
         self.layout = Layout.of([("counts", self.parameter)])
         policy = make_policy(plan.policy)
-        self.server = Server(policy, plan.workers, clock=lambda: self.now_s)
+        self.server = ParameterServer(policy, plan.workers, clock=lambda: self.now_s)
         self.server.membership.queue.covered = self._covered
         self.server.workers_updates.free_by(lambda worker, for_s: self.kill(self.mortals[worker]))
         self.mortals = [Mortal(number) for number in range(plan.workers)]
@@ -168,10 +168,10 @@ class Model:
         match said:
             case Asked(what):
                 mortal.waits = what
-            case Ended(None):
+            case FunctionEnded(None):
                 mortal.state = "finishing"
                 mortal.outbox.append(None)
-            case Ended(error):
+            case FunctionEnded(error):
                 if not isinstance(error, Died):
                     raise error
                 self.died.add(mortal.number)
@@ -249,7 +249,8 @@ class Model:
 
 
 class VirtualLock:
-    """As :class:`hybridtrain.protocol.kernel_lock.KernelLock`, among the threads of a model."""
+    """As :class:`hybridtrain.engine.protocol.kernel_lock.KernelLock`, among the threads of a
+    model."""
 
     model: Model
 

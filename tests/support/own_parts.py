@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybridtrain.exchanges import Offer, StepsOwnParameters
-from hybridtrain.policies import Apply, Fact, Joined, Left, Needs, Order, Pushed, Release, Waiting
+from hybridtrain.engine.exchanges import Offer, StepsOwnParameters
+from hybridtrain.engine.policies import (
+    Apply,
+    Fact,
+    Joined,
+    Left,
+    Needs,
+    Order,
+    Pushed,
+    Release,
+    Waiting,
+)
 
 
 class Quorum:

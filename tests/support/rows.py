@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import build_update
-from hybridtrain.updates.base import Contribution, StepInput, Update
-from hybridtrain.updates.groups import slowed
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.protocol.messages import Clip
+from hybridtrain.engine.updates import build_update
+from hybridtrain.engine.updates.base import Contribution, StepInput, Update
+from hybridtrain.engine.updates.groups import slowed
+from hybridtrain.engine.updates.thread_pool import Pool
 
 Make = Callable[[list[list[torch.nn.Parameter]]], torch.optim.Optimizer]
 Gradients = list[list[torch.Tensor | None]]  # worker × parameter

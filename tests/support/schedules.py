@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hybridtrain.recovery.failure_policy import End, Judge, OnFailure, Replace
-from hybridtrain.recovery.roster import (
+from hybridtrain.engine.recovery.failure_policy import End, Judge, OnFailure, Replace
+from hybridtrain.engine.recovery.roster import (
     THERE,
     Ask,
     BreakOff,

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from hybridtrain.memory import Layout
-from hybridtrain.policies import Policy, WaitForAll
-from hybridtrain.protocol.events import Received
-from hybridtrain.protocol.messages import (
+from hybridtrain.engine.memory import Layout
+from hybridtrain.engine.policies import Policy, WaitForAll
+from hybridtrain.engine.protocol.events import Received
+from hybridtrain.engine.protocol.messages import (
     Average,
     Changes,
     Done,
@@ -28,10 +28,10 @@ from hybridtrain.protocol.messages import (
     Shared,
     Stop,
 )
-from hybridtrain.server.rounds import Replies
-from hybridtrain.server.server import Server
-from hybridtrain.updates.serialize import dump
-from hybridtrain.updates.staleness import Correction
+from hybridtrain.engine.server.rounds import Replies
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.updates.serialize import dump
+from hybridtrain.engine.updates.staleness import Correction
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -62,7 +62,7 @@ class Served:
         optimizers: Sequence[Make] = (sgd,),
         correction: Correction | None = None,
         averaging: bool = False,
-        make: Callable[..., Server] = Server,
+        make: Callable[..., ParameterServer] = ParameterServer,
         worker_updates: bool = False,
     ) -> None:
         self.now_s = 0.0

@@ -17,7 +17,7 @@ def test_an_epoch_has_every_point_in_every_pass() -> None:
     assert len(points) == 30 and len(points.unique(dim=0)) == 10
 
 
-def test_it_is_learned() -> None:
+def test_the_module_learns_to_tell_clusters_apart() -> None:
     data = ClustersData(dimensions=32, noise=0.05, points=256, val_points=64)
     torch.manual_seed(0)
     module = ClustersModule(dimensions=32, hidden=16)

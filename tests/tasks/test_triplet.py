@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridtrain  # noqa: F401  (registers the strategies)
+from hybridtrain.engine.updates.sparse.row_optimizers import SparseMomentum
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.triplet import TripletData, TripletModule, triplet_loss
-from hybridtrain.updates.sparse.row_optimizers import SparseMomentum
 
 
 def small_data(**options: Any) -> TripletData:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.errors import UserError
-from hybridtrain.testing.faults import (
+from hybridtrain.engine.faults import (
     KINDS,
     PHASES,
     Fault,
@@ -18,6 +17,7 @@ from hybridtrain.testing.faults import (
     happened,
     read_faults,
 )
+from hybridtrain.errors import UserError
 
 
 def test_a_fault_is_a_line_of_configuration() -> None:

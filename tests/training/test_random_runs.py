@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from hybridtrain import Server, Worker
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.service_times import ServiceTimes
 from tests.picking import but_slow
 
 COUNTING = ("hybrid", "synchronous", "backup", "k_async", "k_batch_sync", "k_batch_async", "ssp")

@@ -27,10 +27,10 @@ import torch
 
 from hybridtrain import DeepDist, Server
 from hybridtrain.errors import UserError
-from hybridtrain.training import spark
-from hybridtrain.worlds.hosts import sockets
-from hybridtrain.worlds.hosts.door import hear
-from hybridtrain.worlds.hosts.key import Key
+from hybridtrain.hosts import sockets
+from hybridtrain.hosts.door import hear
+from hybridtrain.hosts.key import Key
+from hybridtrain.standalone import spark
 
 Arrays = dict[str, Any]
 ROOT = Path(__file__).parents[2]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.protocol.messages import Gone
-from hybridtrain.training.samplers import EpochPlan, ShareSampler
-from hybridtrain.training.step.accumulation import Accumulation
-from hybridtrain.training.step.guard import NONFINITE, OUT_OF_MEMORY, Guard, NotFinite, OnFault
+from hybridtrain.engine.protocol.messages import Gone
+from hybridtrain.engine.samplers import EpochPlan, ShareSampler
+from hybridtrain.engine.step.accumulation import Accumulation
+from hybridtrain.engine.step.guard import NONFINITE, OUT_OF_MEMORY, Guard, NotFinite, OnFault
 
 NO_NUMBER = torch.tensor(float("nan"))
 

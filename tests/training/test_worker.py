@@ -23,15 +23,15 @@ from threadpoolctl import threadpool_info
 
 import hybridtrain
 from hybridtrain import Server, Worker
+from hybridtrain.engine.step.session import WorkerSession
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
+from hybridtrain.engine.worlds.worker_main import _blas_libraries
 from hybridtrain.errors import UserError
-from hybridtrain.training.data import Data
-from hybridtrain.training.saved_run import SavedRun
-from hybridtrain.training.session import WorkerSession
-from hybridtrain.training.worker import OF_MODEL
+from hybridtrain.standalone.data import Data
+from hybridtrain.standalone.saved_run import SavedRun
+from hybridtrain.standalone.worker import OF_MODEL
 from hybridtrain.util.streams import flush_output
-from hybridtrain.worlds.local.worker_exit import WorkerDied
-from hybridtrain.worlds.local.worker_main import _blas_libraries
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.service_times import ServiceTimes
 from tests.picking import by_default
 from tests.support.ends import wait_until
 
@@ -995,7 +995,9 @@ def test_parts_of_a_module_that_are_in_eval_mode_stay_so() -> None:
     assert server.run(modes) == [[True, True, True]]
 
 
-def test_so_it_has_in_a_replay_and_in_virtual_time(tmp_path: Path) -> None:
+def test_a_module_has_the_running_means_of_its_run_in_a_replay_and_in_virtual_time(
+    tmp_path: Path,
+) -> None:
     nets = [torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)) for _ in range(3)]
     for other in nets[1:]:
         other.load_state_dict(nets[0].state_dict())
@@ -1072,7 +1074,7 @@ def leave_early(worker: Worker) -> None:
             return
 
 
-def test_one_that_leaves_its_mini_batches_early_is_named() -> None:
+def test_a_worker_that_leaves_its_mini_batches_early_is_named() -> None:
     with pytest.raises(UserError, match=r"worker 1 waits in .*left its mini-batches early"):
         Server(weights(), optimizer=SGD).run(leave_early, workers=2, data=len(X), batch_size=8)
 

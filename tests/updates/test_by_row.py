@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridtrain.memory import Layout, Store, pack
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import build_update
-from hybridtrain.updates.base import Contribution, StepInput
-from hybridtrain.updates.factory import for_sparse
-from hybridtrain.updates.sparse.by_row import ByRow, Merger, Touched
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.memory import Layout, Store, pack
+from hybridtrain.engine.protocol.messages import Clip
+from hybridtrain.engine.updates import build_update
+from hybridtrain.engine.updates.base import Contribution, StepInput
+from hybridtrain.engine.updates.factory import for_sparse
+from hybridtrain.engine.updates.sparse.by_row import ByRow, Merger, Touched
+from hybridtrain.engine.updates.thread_pool import Pool
 
 OPTIM = torch.optim
 N, DIM = 400, 6

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.events import Received
-from hybridtrain.protocol.messages import ReadStats, Released, Snapshot, Stats
-from hybridtrain.updates import build_update
-from hybridtrain.updates.base import Again, Contribution, Evaluation, StepInput
-from hybridtrain.updates.groups import calls_closure, is_torchs, needs_closure
-from hybridtrain.updates.per_tensor import ClosureOptimizer
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.protocol.events import Received
+from hybridtrain.engine.protocol.messages import ReadStats, Released, Snapshot, Stats
+from hybridtrain.engine.updates import build_update
+from hybridtrain.engine.updates.base import Again, Contribution, Evaluation, StepInput
+from hybridtrain.engine.updates.groups import calls_closure, is_torchs, needs_closure
+from hybridtrain.engine.updates.per_tensor import ClosureOptimizer
+from hybridtrain.engine.updates.thread_pool import Pool
 from tests.support.served import Served, refusals
 
 OPTIM = torch.optim
@@ -117,7 +117,7 @@ def test_a_step_of_several_rounds_counts_once_and_only_at_its_end() -> None:
     served.server.close()
 
 
-def test_when_all_abstain_nothing_begins() -> None:
+def test_no_step_begins_when_all_workers_abstain() -> None:
     served = Served(1, optimizers=[thrice])
     assert served.push(0, 1.0, weight=0.0, repeatable=True) == [(0, Released(1))]
     assert served.value() == 0.0
@@ -154,7 +154,7 @@ class Moving(Plain):
         p.data.sub_(p.grad)
 
 
-def test_who_moves_first_is_given_the_gradient_from_there() -> None:
+def test_an_optimizer_that_moves_before_it_evaluates_is_given_the_gradient_from_there() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     store = Store(Layout.of([("p", parameter)]), 1, False)
     master = torch.nn.Parameter(store.masters[torch.float32][:3])

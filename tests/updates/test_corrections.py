@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.errors import UserError
-from hybridtrain.memory import Layout, Packed, Store, pack
-from hybridtrain.policies import OnArrival, Policy, Softsync, WaitForAll
-from hybridtrain.protocol.events import Received
-from hybridtrain.protocol.messages import Push, Row
-from hybridtrain.updates.base import Contribution
-from hybridtrain.updates.groups import slowed
-from hybridtrain.updates.staleness import Correction, make_correction
-from hybridtrain.updates.staleness.correction import (
+from hybridtrain.engine.memory import Layout, Packed, Store, pack
+from hybridtrain.engine.policies import OnArrival, Policy, Softsync, WaitForAll
+from hybridtrain.engine.protocol.events import Received
+from hybridtrain.engine.protocol.messages import Push, Row
+from hybridtrain.engine.updates.base import Contribution
+from hybridtrain.engine.updates.groups import slowed
+from hybridtrain.engine.updates.staleness import Correction, make_correction
+from hybridtrain.engine.updates.staleness.correction import (
     ByStaleness,
     DcAsgd,
     DcAsgdAdaptive,
@@ -25,8 +24,9 @@ from hybridtrain.updates.staleness.correction import (
     Late,
     Polynomial,
 )
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.errors import UserError
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 from tests.support.served import Served
 
 EVERY = [ByStaleness(), Polynomial(), DcAsgd(), DcAsgdAdaptive(), GapAware()]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from theory import late as laws
 
-from hybridtrain.policies import make_policy
-from hybridtrain.updates.delay_tolerant import AdaDelay, AdaptiveRevision, AsyncAdaDA
-from hybridtrain.updates.named import make_update
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.updates.delay_tolerant import AdaDelay, AdaptiveRevision, AsyncAdaDA
+from hybridtrain.engine.updates.named import make_update
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 
 N = 7
 parameter, gradients = laws.start, laws.gradients
@@ -28,7 +28,7 @@ ADAGRADS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ADAGRADS)
-def test_where_nothing_is_late_it_is_adagrad(name: str) -> None:
+def test_delay_tolerant_updates_are_adagrad_where_no_gradient_is_late(name: str) -> None:
     make, options = ADAGRADS[name]
     assert laws.from_adagrad(make, **options) <= 1e-14
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.memory.counters import ChunkProgress
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import build_update
-from hybridtrain.updates.base import Contribution, StepInput
-from hybridtrain.updates.flat import flat_update
-from hybridtrain.updates.flat.chunks import cut
-from hybridtrain.updates.flat.flat_update import FlatUpdate
-from hybridtrain.updates.kernels.kernel import FusedAdam
-from hybridtrain.updates.per_tensor import PerTensorUpdate
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.memory.counters import ChunkProgress
+from hybridtrain.engine.protocol.messages import Clip
+from hybridtrain.engine.updates import build_update
+from hybridtrain.engine.updates.base import Contribution, StepInput
+from hybridtrain.engine.updates.flat import flat_update
+from hybridtrain.engine.updates.flat.chunks import cut
+from hybridtrain.engine.updates.flat.flat_update import FlatUpdate
+from hybridtrain.engine.updates.kernels.kernel import FusedAdam
+from hybridtrain.engine.updates.per_tensor import PerTensorUpdate
+from hybridtrain.engine.updates.thread_pool import Pool
 from tests.support.rows import Gradients, Pair, make_pair
 
 Groups = list[list[torch.nn.Parameter]]
@@ -371,7 +371,7 @@ def test_telling_how_far_it_has_come_changes_no_bit(lanes: int, clip: Clip | Non
     assert quiet.store.progress.read() == (0, 0), "nobody watches"
 
 
-def test_it_tells_of_what_is_stepped_and_no_more() -> None:
+def test_the_progress_of_chunks_tells_of_what_is_stepped_and_no_more() -> None:
     store = pair_of().store
     chunks, told = ChunkProgress(store.progress, [10, 20, 30]), store.progress
     ends = {1: (1, 0), 0: (1, 20), 2: (1, 30)}

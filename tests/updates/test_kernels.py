@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import build_update
-from hybridtrain.updates.flat import flat_update
-from hybridtrain.updates.flat.flat_update import FlatUpdate
-from hybridtrain.updates.groups import plain
-from hybridtrain.updates.kernels import kernel_for
-from hybridtrain.updates.kernels.choice import PublicClass
-from hybridtrain.updates.kernels.kernel import FusedAdam, FusedSgd, Kernel, PlainAdagrad
-from hybridtrain.updates.optimizer_set import regroup
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.protocol.messages import Clip
+from hybridtrain.engine.updates import build_update
+from hybridtrain.engine.updates.flat import flat_update
+from hybridtrain.engine.updates.flat.flat_update import FlatUpdate
+from hybridtrain.engine.updates.groups import plain
+from hybridtrain.engine.updates.kernels import kernel_for
+from hybridtrain.engine.updates.kernels.choice import PublicClass
+from hybridtrain.engine.updates.kernels.kernel import FusedAdam, FusedSgd, Kernel, PlainAdagrad
+from hybridtrain.engine.updates.optimizer_set import regroup
+from hybridtrain.engine.updates.thread_pool import Pool
 from tests.support.rows import Gradients, Pair, make_pair
 
 OPTIM = torch.optim

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.memory import Layout
-from hybridtrain.memory.arena import LentState
-from hybridtrain.memory.store import UpdateMaker
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.flat import lent_state
-from hybridtrain.updates.flat.lent_state import Lender, LentFlatUpdate, borrow, may_be_lent
+from hybridtrain.engine.memory import Layout
+from hybridtrain.engine.memory.arena import LentState
+from hybridtrain.engine.memory.store import UpdateMaker
+from hybridtrain.engine.protocol.messages import Clip
+from hybridtrain.engine.updates.flat import lent_state
+from hybridtrain.engine.updates.flat.lent_state import Lender, LentFlatUpdate, borrow, may_be_lent
 from tests.support.rows import Pair, make_pair
 
 SHAPES = [[(4, 8), (32,), (40, 32)], [(64,), (2, 4, 8)]]

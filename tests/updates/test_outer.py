@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.updates.named import DelayedNesterov
+from hybridtrain.engine.updates.named import DelayedNesterov
 
 DRAWN = torch.Generator().manual_seed(11)
 MOVEMENTS = [torch.randn(3, dtype=torch.float64, generator=DRAWN) for _ in range(12)]
@@ -35,7 +35,7 @@ def test_a_buffer_full_is_one_nesterov_step_with_the_mean(buffer: int) -> None:
 
 
 @pytest.mark.parametrize("activation", [0.0, 0.1, 0.25])
-def test_it_is_the_rule_as_it_is_published(activation: float) -> None:
+def test_delayed_nesterov_is_the_rule_as_it_is_published(activation: float) -> None:
     """The momentum of a round comes in with a weight of 1 in all, whatever the activation."""
     rate, beta, n = 0.3, 0.8, 4
     w, m, gathered = (torch.ones(3, dtype=torch.float64), 0.0 * MOVEMENTS[0], 0.0 * MOVEMENTS[0])
@@ -52,7 +52,7 @@ def test_it_is_the_rule_as_it_is_published(activation: float) -> None:
     torch.testing.assert_close(moved(made, one, MOVEMENTS), w, rtol=0, atol=1e-12)
 
 
-def test_it_goes_on_from_a_checkpoint() -> None:
+def test_delayed_nesterov_goes_on_from_a_checkpoint() -> None:
     one, other = start(), start()
     whole = moved(DelayedNesterov([one], buffer=4), one, MOVEMENTS)
     first = DelayedNesterov([other], buffer=4)
@@ -66,6 +66,8 @@ def test_it_goes_on_from_a_checkpoint() -> None:
     "options",
     [{"lr": -1.0}, {"momentum": 1.0}, {"buffer": 0}, {"buffer": 2.0}, {"activation": 0.5}],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
+def test_options_of_delayed_nesterov_that_make_no_sense_are_refused(
+    options: dict[str, Any],
+) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         DelayedNesterov([start()], **options)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.updates.kernels.choice import own_step
+from hybridtrain.engine.updates.kernels.choice import own_step
 
 OPTIM = torch.optim
 Make = Callable[..., OPTIM.Optimizer]
@@ -78,7 +78,7 @@ def check_equal(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [partial(OPTIM.Adam, lr=0.1), partial(OPTIM.AdamW, lr=0.1)])
-def test_who_has_not_chosen_gets_the_bits_of_fused_and_saves_what_he_would(
+def test_an_optimizer_without_a_chosen_engine_has_the_bits_of_fused_and_saves_no_choice(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, saved = stepped(partial(make, fused=True), lambda o: o.step(), dense)
@@ -103,7 +103,7 @@ def test_who_has_not_chosen_gets_the_bits_of_fused_and_saves_what_he_would(
     ],
     ids=["sgd", "later", "order", "sparse", "adam order", "chosen", "foreach"],
 )
-def test_all_else_has_the_bits_of_torchs_choice(
+def test_every_other_optimizer_has_the_bits_of_torchs_own_engine(
     make: Make, gradients: Any, engines: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = stepped(make, lambda o: o.step(), gradients)

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.base import Contribution, StepInput, clip_factor
-from hybridtrain.updates.mean import merge
-from hybridtrain.updates.per_tensor import PerTensorUpdate
+from hybridtrain.engine.protocol.messages import Clip
+from hybridtrain.engine.updates.base import Contribution, StepInput, clip_factor
+from hybridtrain.engine.updates.mean import merge
+from hybridtrain.engine.updates.per_tensor import PerTensorUpdate
 from tests.support.rows import make_pair
 
 Groups = list[list[torch.nn.Parameter]]

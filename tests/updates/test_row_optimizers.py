@@ -12,12 +12,12 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from hybridtrain.engine.memory import Layout, Store, pack
+from hybridtrain.engine.protocol.messages import Push, Row
+from hybridtrain.engine.updates import Optimizers, build_update
+from hybridtrain.engine.updates.sparse.row_optimizers import RowAdam, SparseMomentum
+from hybridtrain.engine.updates.thread_pool import Pool
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Layout, Store, pack
-from hybridtrain.protocol.messages import Push, Row
-from hybridtrain.updates import Optimizers, build_update
-from hybridtrain.updates.sparse.row_optimizers import RowAdam, SparseMomentum
-from hybridtrain.updates.thread_pool import Pool
 from tests.lightning.toys import make_trainer
 
 N, DIM = 50, 3

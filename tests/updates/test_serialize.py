@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.engine.updates.serialize import dump, load
 from hybridtrain.errors import UserError
-from hybridtrain.updates.serialize import dump, load
 
 
 def parameters(n: int) -> list[torch.nn.Parameter]:

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.updates.thread_pool import Pool
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

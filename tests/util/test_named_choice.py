@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.policies import make_policy
 from hybridtrain.errors import UserError
-from hybridtrain.policies import make_policy
 
 
 def test_a_parameter_of_another_choice_is_told_whose_it_is() -> None:

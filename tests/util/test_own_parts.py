@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from hybridtrain import HybridStrategy, Server
+from hybridtrain.engine.exchanges import StepsOwnParameters, make_exchange
+from hybridtrain.engine.exchanges.gradient import Gradient
+from hybridtrain.engine.exchanges.sign_sgd import Signs
+from hybridtrain.engine.policies import FirstK, Needs, Switch, make_policy
+from hybridtrain.engine.policies.warm_start import WarmStart
+from hybridtrain.engine.updates.named import make_update
+from hybridtrain.engine.updates.staleness import Correction, make_correction
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import StepsOwnParameters, make_exchange
-from hybridtrain.exchanges.gradient import Gradient
-from hybridtrain.exchanges.sign_sgd import Signs
-from hybridtrain.policies import FirstK, Needs, Switch, make_policy
-from hybridtrain.policies.warm_start import WarmStart
-from hybridtrain.updates.named import make_update
-from hybridtrain.updates.staleness import Correction, make_correction
 from hybridtrain.util.own_parts import identity
 
 HERE = __name__

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hybridtrain.util.turn_taking import Abandoned, Asked, Ended, TurnTaking
+from hybridtrain.util.turn_taking import Abandoned, Asked, FunctionEnded, TurnTaking
 
 
 def test_a_function_is_suspended_where_it_asks_and_goes_on_with_the_answer() -> None:
@@ -21,7 +21,7 @@ def test_a_function_is_suspended_where_it_asks_and_goes_on_with_the_answer() -> 
     assert seen == []
     assert turns.answer(1) == Asked("second")
     assert seen == [1]
-    assert turns.answer(2) == Ended()
+    assert turns.answer(2) == FunctionEnded()
     assert seen == [1, 2]
     turns.close()
 
@@ -29,8 +29,8 @@ def test_a_function_is_suspended_where_it_asks_and_goes_on_with_the_answer() -> 
 def test_what_the_function_raises_reaches_the_caller() -> None:
     turns = TurnTaking()
     turned = turns.start(lambda: [][0])
-    assert isinstance(turned, Ended) and isinstance(turned.error, IndexError)
-    assert turns.start(lambda: None) == Ended(), "it can be used again"
+    assert isinstance(turned, FunctionEnded) and isinstance(turned.error, IndexError)
+    assert turns.start(lambda: None) == FunctionEnded(), "it can be used again"
     turns.close()
 
 

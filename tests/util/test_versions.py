@@ -138,7 +138,7 @@ def test_a_private_name_that_is_missing_is_named_with_the_version() -> None:
     ],
     ids=["torch", "Lightning", "Hydra"],
 )
-def test_it_is_refused_before_anything_of_it_is_used(
+def test_an_unsupported_version_is_refused_before_anything_of_the_package_is_used(
     stand_in: dict[str, str], then: str, line: str
 ) -> None:
     last = output(ANOTHER.format(stand_in=stand_in, then=then)).strip().splitlines()[-1]

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybridtrain.errors import UserError
-from hybridtrain.protocol.messages import (
+from hybridtrain.engine.protocol.messages import (
     Done,
     Draw,
     ExchangePush,
@@ -26,7 +25,8 @@ from hybridtrain.protocol.messages import (
     Stop,
     Ticket,
 )
-from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.errors import UserError
 
 
 class Script:
@@ -109,14 +109,14 @@ def test_a_gathering_brings_all_items_in_order() -> None:
 
 
 @pytest.mark.parametrize("alone", ["one worker", "the last one"])
-def test_alone_one_meets_oneself_without_asking(alone: str) -> None:
+def test_a_lone_worker_meets_itself_without_asking(alone: str) -> None:
     speaker, line = client(n_workers=1 if alone == "one worker" else 3)
     speaker.solo = alone != "one worker"
     assert speaker.gather("t", 5) == [5]
     assert line.sent == []
 
 
-def test_the_last_one_is_not_stopped_again_while_it_tidies_up() -> None:
+def test_the_last_worker_is_not_stopped_again_while_it_tidies_up() -> None:
     speaker, _ = client(Stop(), Stop())
     speaker.solo = True
     speaker.check_stop()
@@ -142,7 +142,7 @@ class Slow(Script):
 
 
 @pytest.mark.parametrize(("looks", "wants", "asked"), [(0, 9, 0), (3, 9, 3), (3, 1, 1)])
-def test_while_a_release_is_awaited_it_does_what_it_is_given(
+def test_a_worker_does_what_it_is_given_while_it_waits_for_its_release(
     looks: int, wants: int, asked: int
 ) -> None:
     times: list[int] = []
@@ -174,7 +174,7 @@ def test_the_next_mini_batch_is_asked_for_with_a_push_and_not_again() -> None:
     assert line.sent == [ask_of(begins=True), with_next, with_next]
 
 
-def test_nothing_is_asked_for_ahead_that_will_not_be_drawn() -> None:
+def test_no_mini_batch_is_asked_for_ahead_that_will_not_be_drawn() -> None:
     """After the last, smaller mini-batch; twice for one."""
     speaker, line = client(Ticket(((0, 1),)), Released(1), Released(2))
     speaker.draw(ask_of())
@@ -273,7 +273,7 @@ def test_mini_batches_are_drawn_while_a_release_is_under_way() -> None:
 @pytest.mark.parametrize(
     ("reply", "error"), [(Stop(now=True), StopRequested), (Refused("no"), UserError)]
 )
-def test_what_never_comes_is_undone_at_the_boundary(
+def test_a_step_whose_release_never_comes_is_undone_at_the_boundary(
     reply: Reply, error: type[BaseException]
 ) -> None:
     speaker, line, taken, undone = computing_on(reply)
@@ -283,7 +283,7 @@ def test_what_never_comes_is_undone_at_the_boundary(
     assert (taken, undone) == ([], ["undone"])
 
 
-def test_who_stops_waits_for_what_others_may_have_made() -> None:
+def test_a_worker_that_stops_waits_for_a_step_that_others_may_have_made() -> None:
     speaker, line, taken, undone = computing_on(Stop(), Released(2))
     line.there = 1
     with pytest.raises(StopRequested):

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hybridtrain.memory import Layout, Store, UpdateMaker
-from hybridtrain.worker.device import KINDS, Incoming, Outgoing, transfers
-from hybridtrain.worker.device.cuda import CudaStreams
-from hybridtrain.worker.replica_cuda import CudaReplica
-from hybridtrain.worker.replica_own import OwnReplica
+from hybridtrain.engine.memory import Layout, Store, UpdateMaker
+from hybridtrain.engine.worker.device import KINDS, Incoming, Outgoing, transfers
+from hybridtrain.engine.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.replica_cuda import CudaReplica
+from hybridtrain.engine.worker.replica_own import OwnReplica
 from tests.picking import by_default
 from tests.standin.device import name_it
 from tests.standin.state import NAME, SETTINGS, lazy_init, state
@@ -265,7 +265,7 @@ def test_whoever_reads_a_parameter_between_steps_waits_for_it(
         assert same(value, read(net))
 
 
-def test_sources_may_change_once_it_has_settled() -> None:
+def test_sources_of_copies_may_change_once_the_copies_have_settled() -> None:
     for seed in SEEDS:
         net = made_there(Deep)
         coming, sources = coming_to(net, seed)
@@ -343,7 +343,7 @@ def test_each_parameter_comes_once_however_far_the_update_was(seed: int) -> None
     replica.close()
 
 
-def test_it_says_whether_it_is_to_be_asked_again() -> None:
+def test_take_stepped_says_whether_it_is_to_be_asked_again() -> None:
     update = Update(0, private_parameters=False)
     before = update.replica.take_stepped()
     update.step(0.5, 4)

@@ -64,7 +64,9 @@ def test_who_dies_at_any_write_loses_nothing_and_counts_nothing_twice(policy: st
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_so_it_is_in_any_order_with_several_deaths(policy: str, workers: int, seed: int) -> None:
+def test_several_deaths_at_any_writes_lose_nothing_and_count_nothing_twice(
+    policy: str, workers: int, seed: int
+) -> None:
     rng = random.Random(seed)
     plan = Plan(policy, seed=seed, workers=workers, switches=0.1, late=0.03 * (seed % 3))
     for at in range(tried(plan).n_writes):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.worker.finite import FiniteCheck
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.worker.finite import FiniteCheck
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.memory import Arena
-from hybridtrain.memory.counters import MadeSteps
-from hybridtrain.protocol.locked_steps import LockedSteps, Tried
+from hybridtrain.engine.memory import Arena
+from hybridtrain.engine.memory.counters import MadeSteps
+from hybridtrain.engine.protocol.locked_steps import LockedSteps, Tried
 from tests.support.deaths import Died, Words, dies_at
 from tests.worker.test_shared_round import never, process
 
@@ -73,13 +73,13 @@ def test_an_update_is_counted_once_it_is_made() -> None:
     assert shared.made.total == 3 and [shared.made.untold(w) for w in (0, 1)] == [1, 2]
 
 
-def test_what_is_kept_is_kept_before_the_step() -> None:
+def test_the_state_to_put_back_is_kept_before_the_step() -> None:
     order, shared = list[str](), Shared()
     shared.locked.make(0, lambda: order.append("keep"), lambda: order.append("step"), 0.0)
     assert order == ["keep", "step"]
 
 
-def test_whoever_knows_another_state_makes_none() -> None:
+def test_a_worker_that_knows_an_outdated_state_makes_no_update() -> None:
     shared = Shared()
     shared.locked.renew()
     assert shared.locked.generation == 1
@@ -87,7 +87,7 @@ def test_whoever_knows_another_state_makes_none() -> None:
     assert shared.make(generation=1) is Tried.MADE
 
 
-def test_one_at_a_time() -> None:
+def test_only_one_process_makes_an_update_at_a_time() -> None:
     shared = Shared()
 
     def others(pid: int) -> None:
@@ -118,7 +118,7 @@ def test_the_server_takes_the_lock_from_a_process_that_is_stopped() -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "in the middle", "behind"])
-def test_what_was_begun_by_somebody_who_is_gone_is_put_back(where: str) -> None:
+def test_an_update_begun_by_a_process_that_is_gone_is_put_back(where: str) -> None:
     shared, restored = Shared(), list[str]()
 
     def body() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.exchanges import begin_policy, make_exchange
-from hybridtrain.memory.counters import MadeSteps
-from hybridtrain.policies import make_policy
-from hybridtrain.protocol.messages import (
+from hybridtrain.engine.exchanges import begin_policy, make_exchange
+from hybridtrain.engine.memory.counters import MadeSteps
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.protocol.messages import (
     Draw,
     DrawnBatch,
     LoaderPass,
@@ -20,11 +20,11 @@ from hybridtrain.protocol.messages import (
     StepRequest,
     Ticket,
 )
-from hybridtrain.protocol.spans import Spans
-from hybridtrain.server.batch_queue import BatchQueue
-from hybridtrain.worker.makers import in_place
-from hybridtrain.worker.makers.in_place import InPlaceMaker
-from hybridtrain.worker.tickets import Tickets
+from hybridtrain.engine.protocol.spans import Spans
+from hybridtrain.engine.server.batch_queue import BatchQueue
+from hybridtrain.engine.worker.makers import in_place
+from hybridtrain.engine.worker.makers.in_place import InPlaceMaker
+from hybridtrain.engine.worker.tickets import Tickets
 
 LAP = LoaderPass(0, 0)
 
@@ -80,7 +80,7 @@ def test_a_step_is_as_old_as_the_others_have_made_it() -> None:
     assert made.total == 8 and made.covered(0) == 3 and made.covered(1) == 2
 
 
-def test_all_that_is_untold_is_told_at_once_in_its_order() -> None:
+def test_all_untold_steps_are_told_of_at_once_in_their_order() -> None:
     own = counting(0, made_steps(1))
     for n in range(3):
         own.count(StepRequest(0, 1.0, loss=float(n)), [cover(n)], lambda released: None)
@@ -91,7 +91,7 @@ def test_all_that_is_untold_is_told_at_once_in_its_order() -> None:
     assert not own.untold
 
 
-def test_it_is_told_of_now_and_then(
+def test_steps_are_told_of_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = counting(0, made_steps(1))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain.memory import Layout, Store, unpack
-from hybridtrain.worker.device import transfers
-from hybridtrain.worker.device.cuda import CudaStreams
-from hybridtrain.worker.replica import HostReplica
-from hybridtrain.worker.replica_cuda import CudaReplica
+from hybridtrain.engine.memory import Layout, Store, unpack
+from hybridtrain.engine.worker.device import transfers
+from hybridtrain.engine.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.replica import HostReplica
+from hybridtrain.engine.worker.replica_cuda import CudaReplica
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
 
@@ -246,7 +246,7 @@ def test_what_user_code_writes_to_parameters_is_told_unless_they_do_not_follow(
 def test_eager_copies_of_what_is_not_small_are_made_while_backward_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridtrain.worker.replica.EAGER", 1)
+    monkeypatch.setattr("hybridtrain.engine.worker.replica.EAGER", 1)
     net, store, _ = set_up(host(True))
     net(1).backward()
     dense = [n for n in USED if NAMES[n] != "embedding.weight"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.worker.replica_own import OwnReplica
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.worker.replica_own import OwnReplica
 
 
 def test_what_is_handed_over_is_made_where_it_is_handed_over() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.memory import Arena
-from hybridtrain.protocol.shared_round import Arrival, ArrivalResult, SharedRound
+from hybridtrain.engine.memory import Arena
+from hybridtrain.engine.protocol.shared_round import Arrival, ArrivalResult, SharedRound
 from tests.support.deaths import Died, Words, dies_at
 
 ONE = Arrival(4.0, 4.0)
@@ -41,7 +41,7 @@ def process(body: Callable[[], object]) -> Iterator[None]:
     yield
 
 
-def test_the_last_one_makes_it_with_the_weights_of_all() -> None:
+def test_the_last_worker_to_come_makes_the_round_with_the_weights_of_all() -> None:
     shared, seen = round_of(3), list[Sequence[float]]()
     assert shared.is_first(7) and not shared.used
     assert shared.come(2, 7, Arrival(1.0, 10.0), never) is ArrivalResult.WAITS
@@ -52,7 +52,7 @@ def test_the_last_one_makes_it_with_the_weights_of_all() -> None:
     assert shared.is_made(7) and not shared.is_made(8)
 
 
-def test_what_differs_between_workers_is_the_servers() -> None:
+def test_a_round_in_which_workers_differ_is_left_to_the_server() -> None:
     shared = round_of(2)
     shared.come(0, 1, Arrival(1.0, 1.0, token=5), never)
     assert shared.come(1, 1, Arrival(1.0, 1.0, token=6), never) is ArrivalResult.CALLED_OFF
@@ -70,7 +70,7 @@ def test_a_round_is_called_off_unless_it_is_made(come: tuple[int, ...]) -> None:
     assert shared.come(0, 2, ONE, never) is ArrivalResult.WAITS
 
 
-def test_who_has_come_and_been_called_off_does_not_count_in_the_next_round() -> None:
+def test_a_worker_whose_round_was_called_off_does_not_count_in_the_next_round() -> None:
     shared = round_of(2)
     shared.come(0, 1, ONE, never)
     shared.call_off(1, never)
@@ -188,7 +188,7 @@ def test_who_dies_at_any_write_leaves_a_round_that_is_made_and_counted_or_neithe
     assert after is not None and list(after.samples) == [4.0, 4.0]
 
 
-def test_somebody_is_gone_so_the_next_round_is_the_servers() -> None:
+def test_the_next_round_is_the_servers_where_a_worker_is_gone() -> None:
     shared = round_of(2)
     shared.come(0, 5, ONE, never)
     shared.call_off_next(4, never, lambda pid, for_s: None)

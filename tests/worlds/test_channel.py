@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.protocol.messages import Push
-from hybridtrain.worlds.local import channel
-from hybridtrain.worlds.local.channel import Channel, ChannelClosed, SharedBells, channel_pair
+from hybridtrain.engine.protocol.messages import Push
+from hybridtrain.engine.worlds import channel
+from hybridtrain.engine.worlds.channel import Channel, ChannelClosed, SharedBells, channel_pair
 
 
 @pytest.fixture

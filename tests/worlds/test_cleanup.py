@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.worlds.local import cleanup
-from hybridtrain.worlds.local.cleanup import (
+from hybridtrain.util import cleanup
+from hybridtrain.util.cleanup import (
     removed_in_the_end,
     vanishing_directory,
     vanishing_sockets,
@@ -33,7 +33,7 @@ def children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
-def test_it_is_there_for_its_user_alone_and_then_it_is_not() -> None:
+def test_a_vanishing_directory_is_open_to_its_user_alone_and_removed_at_the_end() -> None:
     before = children()
     with vanishing_directory() as folder:
         (folder / "below").mkdir()
@@ -44,7 +44,7 @@ def test_it_is_there_for_its_user_alone_and_then_it_is_not() -> None:
     assert children() == before
 
 
-def test_without_a_shell_it_is_still_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vanishing_directory_is_removed_without_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleanup, "_SHELL", "/nowhere/sh")
     with vanishing_directory() as folder:
         pass
@@ -53,7 +53,7 @@ def test_without_a_shell_it_is_still_removed(monkeypatch: pytest.MonkeyPatch) ->
 
 KILLED = """
     import os, sys, time
-    from hybridtrain.worlds.local.cleanup import vanishing_directory
+    from hybridtrain.util.cleanup import vanishing_directory
     with vanishing_directory() as folder:
         (folder / "file").touch()
         if os.fork() == 0:
@@ -62,7 +62,7 @@ KILLED = """
 """
 
 
-def test_after_kill_9_it_goes_when_the_last_fork_has_ended() -> None:
+def test_a_vanishing_directory_after_kill_9_goes_when_the_last_fork_has_ended() -> None:
     line = [sys.executable, "-c", textwrap.dedent(KILLED)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
@@ -75,7 +75,7 @@ def test_after_kill_9_it_goes_when_the_last_fork_has_ended() -> None:
     process.stdout.close()
 
 
-def test_one_that_exists_goes_with_what_is_in_it(tmp_path: Path) -> None:
+def test_an_existing_directory_is_removed_in_the_end_with_what_is_in_it(tmp_path: Path) -> None:
     folder = tmp_path / "with 'quotes' and\nlines"
     folder.mkdir()
     with removed_in_the_end(folder):
@@ -91,7 +91,7 @@ def no_folder_yet(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return config
 
 
-def test_sockets_are_put_into_it_and_not_into_one_that_stays(
+def test_sockets_are_put_into_a_vanishing_directory_and_not_into_one_that_stays(
     no_folder_yet: dict[str, object],
 ) -> None:
     with vanishing_sockets():
@@ -103,7 +103,7 @@ def test_sockets_are_put_into_it_and_not_into_one_that_stays(
     assert "tempdir" not in no_folder_yet
 
 
-def test_a_folder_that_is_there_already_stays(
+def test_a_temporary_folder_that_is_there_already_stays(
     no_folder_yet: dict[str, object], tmp_path: Path
 ) -> None:
     no_folder_yet["tempdir"] = str(tmp_path)
@@ -115,7 +115,7 @@ def test_a_folder_that_is_there_already_stays(
 TWICE = """
     import multiprocessing, socket
     from multiprocessing.reduction import DupFd
-    from hybridtrain.worlds.local.cleanup import vanishing_sockets
+    from hybridtrain.util.cleanup import vanishing_sockets
 
     if __name__ == "__main__":
         context = multiprocessing.get_context("forkserver")
@@ -141,7 +141,7 @@ def test_servers_of_sockets_that_went_are_started_anew(tmp_path: Path) -> None:
 
 SEMAPHORE = """
     import multiprocessing, os, signal
-    from hybridtrain.worlds.local.cleanup import vanishing_sockets
+    from hybridtrain.util.cleanup import vanishing_sockets
     from multiprocessing import resource_tracker
 
     with vanishing_sockets():
@@ -164,7 +164,7 @@ def test_named_semaphores_go_though_their_tracker_was_killed() -> None:
 READER = """
     import multiprocessing, os, time
     from pathlib import Path
-    from hybridtrain.worlds.local.cleanup import announced_reader, vanishing_sockets
+    from hybridtrain.util.cleanup import announced_reader, vanishing_sockets
 
     def read():
         with announced_reader():

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.engine.exchanges import make_exchange
+from hybridtrain.engine.policies import OnArrival, WaitForAll, make_policy
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import make_exchange
-from hybridtrain.policies import OnArrival, WaitForAll, make_policy
-from hybridtrain.worlds.virtual.network import Conditions, Network
-from hybridtrain.worlds.virtual.script import Dies, Joins, Script, Slows, read_script
-from hybridtrain.worlds.virtual.service_times import Measured, ServiceTimes, read_times
-from hybridtrain.worlds.virtual.virtual_world import Curve, VirtualWorld
+from hybridtrain.virtual.network import Conditions, Network
+from hybridtrain.virtual.script import Dies, Joins, Script, Slows, read_script
+from hybridtrain.virtual.service_times import Measured, ServiceTimes, read_times
+from hybridtrain.virtual.virtual_world import Curve, VirtualWorld
 
 CONSTANT = ServiceTimes("constant")
 
@@ -127,7 +127,7 @@ def test_on_the_servers_host_nothing_takes_time() -> None:
     assert two.server.statistics.stats()["samples_per_worker"] == [20, 2]
 
 
-def test_workers_with_copies_get_each_their_own() -> None:
+def test_workers_with_copies_of_the_parameters_are_each_sent_their_own() -> None:
     """Both push at 1.0: up 0.1 and 0.2 s; each is answered by itself."""
     two = hosts(OnArrival(), 2, 2, bandwidth=1000, latency_s=0.25)
     two.run(until_s=2.5)
@@ -150,7 +150,7 @@ def test_a_row_passes_both_links_at_once() -> None:
     assert two.now_s == pytest.approx(1.0 + 0.25 + 0.2)
 
 
-def test_own_movements_go_up_rarely() -> None:
+def test_movements_of_local_sgd_are_sent_once_in_each_interval() -> None:
     """Local SGD: one row of each worker in 4 steps, of the size that it has."""
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:

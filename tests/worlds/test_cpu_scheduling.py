@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.policies import WaitForAll
-from hybridtrain.server.server import Server
-from hybridtrain.worker.client import Client
-from hybridtrain.worlds.local import cpu_scheduling
-from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.engine.policies import WaitForAll
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worlds import cpu_scheduling
+from hybridtrain.engine.worlds.process_world import ProcessWorld
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="cores are told and chosen as Linux does it"
@@ -47,7 +47,7 @@ def test_a_server_on_a_workers_core_moves_off_and_may_then_go_anywhere(
     [(0, (1, 2)), (0, (0, 1, 2, 3)), (0, ()), (0, (None, None))],
     ids=["has its own", "no core is free", "no worker", "all have ended"],
 )
-def test_it_stays_where_it_is(
+def test_a_server_with_a_core_of_its_own_or_no_free_core_stays_where_it_is(
     monkeypatch: pytest.MonkeyPatch,
     moves: list[set[int]],
     server: int,
@@ -62,7 +62,7 @@ def test_the_core_of_a_process_is_one_that_it_may_use() -> None:
     assert cpu_scheduling.last_core(2**30) is None
 
 
-def test_it_leaves_the_process_as_it_was() -> None:
+def test_standing_aside_leaves_the_affinity_of_the_process_as_it_was() -> None:
     before = os.sched_getaffinity(0)
     cpu_scheduling.stand_aside([os.getpid()])
     assert os.sched_getaffinity(0) == before
@@ -73,7 +73,7 @@ def policy_of(client: Client) -> int:
 
 
 def test_workers_take_no_core_from_the_server() -> None:
-    assert ProcessWorld(Server(WaitForAll(), 2), 2).run(policy_of) == [os.SCHED_BATCH] * 2
+    assert ProcessWorld(ParameterServer(WaitForAll(), 2), 2).run(policy_of) == [os.SCHED_BATCH] * 2
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.policies import (
+from hybridtrain.engine.policies import (
     BoundedStaleness,
     FirstK,
     OnArrival,
@@ -22,12 +22,12 @@ from hybridtrain.policies import (
     Switch,
     make_policy,
 )
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.groups import Groups
-from hybridtrain.worlds.virtual.network import Conditions
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.training_task import Scheduled, Timetable
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.engine.protocol.messages import Clip
+from hybridtrain.engine.updates.groups import Groups
+from hybridtrain.virtual.network import Conditions
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.training_task import Scheduled, Timetable
+from hybridtrain.virtual.virtual_world import VirtualWorld
 from tests.picking import by_default
 
 UNEQUAL = ServiceTimes("lognormal", slower={0: 3.0})

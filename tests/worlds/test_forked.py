@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.monitoring.hang_detector import Doing
-from hybridtrain.policies import WaitForAll
-from hybridtrain.server.server import Server
-from hybridtrain.worker.client import Client
-from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.engine.monitoring.hang_detector import Doing
+from hybridtrain.engine.policies import WaitForAll
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worlds.process_world import ProcessWorld
 
 
 def raise_error(client: Client) -> None:
@@ -65,6 +65,6 @@ def test_a_child_ends_by_itself_and_the_worker_goes_on(
             return client.heartbeat.begun(Doing.STEP)
         return client.gather("after", None)
 
-    world = ProcessWorld(Server(WaitForAll(), 2), 2)
+    world = ProcessWorld(ParameterServer(WaitForAll(), 2), 2)
     assert world.run(body) == [[None, status], 0]
     assert said in capfd.readouterr().err

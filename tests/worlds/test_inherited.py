@@ -28,19 +28,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from hybridtrain.policies import WaitForAll
-from hybridtrain.server.server import Server
-from hybridtrain.worker.client import Client
-from hybridtrain.worlds.local import inherited
-from hybridtrain.worlds.local.channel import Channel, ChannelClosed, channel_pair
-from hybridtrain.worlds.local.inherited import look_through
-from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.engine.policies import WaitForAll
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worlds import inherited
+from hybridtrain.engine.worlds.channel import Channel, ChannelClosed, channel_pair
+from hybridtrain.engine.worlds.inherited import look_through
+from hybridtrain.engine.worlds.process_world import ProcessWorld
 
 N_LINES = 3000
 
 
 def run(body: Callable[[Client], Any], n_workers: int = 2, method: str = "fork") -> list[Any]:
-    return ProcessWorld(Server(WaitForAll(), n_workers), n_workers, method).run(body)
+    return ProcessWorld(ParameterServer(WaitForAll(), n_workers), n_workers, method).run(body)
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_lock_on_a_file_is_the_workers_too_until_the_last_of_them_has_ended(
         client.gather("all have looked", None)
         return True
 
-    class Parent(Server):
+    class Parent(ParameterServer):
         def on(self, event: Any) -> Any:
             file.close()
             return super().on(event)

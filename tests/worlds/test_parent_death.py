@@ -14,7 +14,7 @@ from tests.support.ends import gone, wait_until
 
 OWNER = """
 import multiprocessing, os, sys, time
-from hybridtrain.worlds.local.parent_death import die_with_parent
+from hybridtrain.engine.worlds.parent_death import die_with_parent
 
 def work(pipe):
     die_with_parent(None)
@@ -46,6 +46,6 @@ def pid_after_kill_9(folder: Path, method: str) -> int:
 
 
 @pytest.mark.parametrize("method", by_default(["fork", "spawn", "forkserver"], "fork"))
-def test_it_ends_with_its_owner(tmp_path: Path, method: str) -> None:
+def test_a_process_ends_with_its_owner(tmp_path: Path, method: str) -> None:
     pid = pid_after_kill_9(tmp_path, method)
     wait_until(lambda: gone(pid))

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.cli.commands.simulate_options import parse
+from hybridtrain.engine.policies import BoundedStaleness, OnArrival, Policy, WaitForAll, make_policy
 from hybridtrain.errors import UserError
-from hybridtrain.policies import BoundedStaleness, OnArrival, Policy, WaitForAll, make_policy
-from hybridtrain.simulate import parse, simulate
-from hybridtrain.worlds.virtual.network import Conditions, Network
-from hybridtrain.worlds.virtual.script import Dies, Joins, Script
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.virtual import simulate
+from hybridtrain.virtual.network import Conditions, Network
+from hybridtrain.virtual.script import Dies, Joins, Script
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 from tests.worlds.test_dial_in_virtual_time import ADAM, UNEQUAL, Regression, Tally, world
 
 CONSTANT = ServiceTimes("constant")
@@ -101,7 +102,9 @@ POLICIES += [{"name": "backup", "k": "auto"}, {"name": "softsync", "n": 2}, "syn
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("given", POLICIES, ids=str)
-def test_workers_that_die_and_come_back_meanwhile_neither_hang_nor_count_twice(given: Any) -> None:
+def test_workers_that_die_and_come_back_during_updates_neither_hang_nor_count_twice(
+    given: Any,
+) -> None:
     times = ServiceTimes("exponential")
     script = Script(
         tuple(Dies(3.1 + 7 * n, n % 5) for n in range(5))
@@ -127,7 +130,7 @@ def test_time_alone_and_gradients_take_the_same_time() -> None:
     assert known == told
 
 
-def test_the_command_line_has_it() -> None:
+def test_the_command_line_takes_the_time_of_an_update() -> None:
     plan, _ = parse(["strategy=async", "workers=8", "mini_batches=400", "update_s=0.5"])
     row = simulate(plan, plan.strategies[0], 8)
     assert row.updates_per_s == pytest.approx(2.0, rel=0.02)

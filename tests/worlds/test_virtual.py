@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.engine.policies import OnArrival, Policy, WaitForAll
 from hybridtrain.errors import UserError
-from hybridtrain.policies import OnArrival, Policy, WaitForAll
-from hybridtrain.worlds.virtual.network import Conditions
-from hybridtrain.worlds.virtual.script import Dies, Joins, Script
-from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.virtual.network import Conditions
+from hybridtrain.virtual.script import Dies, Joins, Script
+from hybridtrain.virtual.service_times import SHAPES, ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 from tests.picking import by_default
 
 EXPONENTIAL = ServiceTimes("exponential")
@@ -173,7 +173,7 @@ def value(world: VirtualWorld) -> float:
     return float(world.parameters()[0][0])
 
 
-def test_the_two_overlapping_mini_batches_of_the_documentation() -> None:
+def test_two_overlapping_mini_batches_add_both_changes_as_in_the_documentation() -> None:
     """W + ΔW(W) + ΔW(W): the second increment was evaluated at the same W as the first."""
     eta, h = 0.1, 0.7
     world = trained(OnArrival(), 2, 2, Quadratic(h), eta)

@@ -20,19 +20,19 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from hybridtrain.policies import OnArrival, WaitForAll
-from hybridtrain.server.server import Server
-from hybridtrain.worker.client import Client
-from hybridtrain.worlds.local.process_world import ProcessWorld
-from hybridtrain.worlds.local.signals import Interrupted, caught_signals
-from hybridtrain.worlds.local.worker_exit import Failed, WorkerDied, WorkerError
+from hybridtrain.engine.policies import OnArrival, WaitForAll
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worlds.process_world import ProcessWorld
+from hybridtrain.engine.worlds.signals import Interrupted, caught_signals
+from hybridtrain.engine.worlds.worker_exit import Failed, WorkerDied, WorkerError
 from tests.picking import by_default
 from tests.support import bodies
 from tests.support.ends import gone, wait_until
 
 
 def world(n_workers: int, **options: Any) -> ProcessWorld:
-    return ProcessWorld(Server(WaitForAll(), n_workers), n_workers, **options)
+    return ProcessWorld(ParameterServer(WaitForAll(), n_workers), n_workers, **options)
 
 
 def traces() -> tuple[set[str], list[Any], set[str]]:
@@ -68,7 +68,7 @@ def test_workers_meet_through_the_server() -> None:
 @pytest.mark.parametrize("policy", [WaitForAll, OnArrival])
 def test_gradients_in_shared_memory_move_parameters_in_shared_memory(policy: Any) -> None:
     if policy is OnArrival:
-        server = Server(policy(), 1)
+        server = ParameterServer(policy(), 1)
         (result,) = ProcessWorld(server, 1).run(partial(bodies.descend, n_steps=0))
         assert result == [4.0] * 20
         return

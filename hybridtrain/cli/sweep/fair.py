@@ -27,7 +27,7 @@ from hybridtrain.cli.config_values import assignments
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher, job_process
 from hybridtrain.cli.sweep.search import JobSweeper, checked_job
-from hybridtrain.cli.sweep.side_by_side import Job
+from hybridtrain.cli.sweep.side_by_side import SweepJob
 from hybridtrain.cli.sweep.study import combinations, space_of
 from hybridtrain.cli.validation.config_checks import uses_optimizer
 from hybridtrain.errors import Lost, UserError
@@ -68,7 +68,7 @@ class Budget(TypedDict):
     seconds: Positive | None
 
 
-class Target(TypedDict):
+class FairTarget(TypedDict):
     """Of the metric; ``slower``: how many times as long the last worker takes."""
 
     value: Finite | None
@@ -138,7 +138,7 @@ class FairSweeper(JobSweeper):
         check("seeds", cfg.seeds, Number, plain=True)
         most = _LAST_SEED - cfg.seeds  # the seeds of the best are the next ones
         check("seed", cfg.seed, Annotated[int, Range(0, most)] | None, plain=True)
-        check("target", _plain(cfg.target), Target, plain=True)
+        check("target", _plain(cfg.target), FairTarget, plain=True)
         if cfg.task.monitor is None:
             raise UserError(
                 "task.monitor=null: a target is a value of a metric; name one that the module logs "
@@ -229,7 +229,7 @@ class FairSweeper(JobSweeper):
             self._ended(x, job, outcomes[job.number]) for x, job in zip(jobs, made, strict=True)
         ]
 
-    def _ended(self, training: Training, job: Job, end: CommandOutcome) -> Training:
+    def _ended(self, training: Training, job: SweepJob, end: CommandOutcome) -> Training:
         place = job.folder.relative_to(self.directory).as_posix()
         return replace(training, folder=place, tested=end.metric, error=end.error)
 

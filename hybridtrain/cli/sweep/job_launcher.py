@@ -34,12 +34,12 @@ from hybridtrain.cli.further_host import number_of_hosts
 from hybridtrain.cli.hydra_config import as_given, with_own_parts
 from hybridtrain.cli.sweep import job_process, resumed
 from hybridtrain.cli.sweep.job_process import JobProcess, JobResources
-from hybridtrain.cli.sweep.side_by_side import Job, run_jobs
+from hybridtrain.cli.sweep.side_by_side import SweepJob, run_jobs
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
+from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration
-from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.charts import number
 from hybridtrain.report.comparison import PAGE, compare
 from hybridtrain.report.page import write
@@ -103,7 +103,9 @@ class ProcessLauncher(Launcher):
         return [_job_return(job.config, outcomes[job.number]) for job in jobs]
 
     def run_all(
-        self, jobs: Sequence[Job], seen: Callable[[CommandOutcome], None] = lambda outcome: None
+        self,
+        jobs: Sequence[SweepJob],
+        seen: Callable[[CommandOutcome], None] = lambda outcome: None,
     ) -> dict[int, CommandOutcome]:
         """Check the jobs, run those that have not finished before; outcomes by the jobs' numbers.
 
@@ -117,7 +119,7 @@ class ProcessLauncher(Launcher):
         resumed.sign(directory, self.config)
         outcomes: dict[int, CommandOutcome] = {}
 
-        def ended(job: Job, outcome: CommandOutcome) -> CommandOutcome:
+        def ended(job: SweepJob, outcome: CommandOutcome) -> CommandOutcome:
             seen(outcome)
             return outcomes.setdefault(job.number, outcome)
 
@@ -131,7 +133,7 @@ class ProcessLauncher(Launcher):
 
     def job(
         self, overrides: Sequence[str], number: int, total: int | None, more: Sequence[str] = ()
-    ) -> Job:
+    ) -> SweepJob:
         """Compose the job with these overrides; ``more`` are not shown in tables."""
         if self.config.get("resume") is not None:  # the sweep's, not the job's
             overrides = [x for x in overrides if not x.startswith("resume=")]
@@ -139,7 +141,7 @@ class ProcessLauncher(Launcher):
         if more:  # a directory that is named by the overrides is that of the job without these
             place = quoted("hydra.sweep.subdir", config.hydra.sweep.subdir)
             config = self._composed([*overrides, *more, place], number)
-        return Job(config, tuple(as_given(filter_overrides(overrides))), total)
+        return SweepJob(config, tuple(as_given(filter_overrides(overrides))), total)
 
     def _composed(self, overrides: Sequence[str], number: int) -> DictConfig:
         loader = self.hydra_context.config_loader
@@ -149,7 +151,9 @@ class ProcessLauncher(Launcher):
             config.hydra.job.num = number
         return config
 
-    def left_of(self, jobs: Sequence[Job], outcomes: dict[int, CommandOutcome]) -> Iterator[Job]:
+    def left_of(
+        self, jobs: Sequence[SweepJob], outcomes: dict[int, CommandOutcome]
+    ) -> Iterator[SweepJob]:
         """The jobs that have not finished before; adds to ``outcomes`` those that have."""
         if self.config.get("resume") is None:
             return iter(jobs)
@@ -169,8 +173,8 @@ class ProcessLauncher(Launcher):
 
     def run(
         self,
-        jobs: Iterator[Job],
-        ended: Callable[[Job, CommandOutcome], CommandOutcome],
+        jobs: Iterator[SweepJob],
+        ended: Callable[[SweepJob, CommandOutcome], CommandOutcome],
         listen: Callable[[float], None] = time.sleep,
         tells: bool = True,
     ) -> None:
@@ -180,14 +184,14 @@ class ProcessLauncher(Launcher):
         """
         began: dict[int, float] = {}
 
-        def start(job: Job, resources: JobResources) -> JobProcess:
+        def start(job: SweepJob, resources: JobResources) -> JobProcess:
             began[job.number] = time.monotonic()
             where = f" (output: {resources.output})" if resources.output else ""
             if tells:
                 print(f"{job}: {' '.join(job.overrides)}{where}", flush=True)
             return self._start(job, resources)
 
-        def end(job: Job, outcome: CommandOutcome) -> None:
+        def end(job: SweepJob, outcome: CommandOutcome) -> None:
             outcome = ended(job, outcome)
             self.note(job, outcome)
             if tells and self.at_once != 1:
@@ -197,13 +201,13 @@ class ProcessLauncher(Launcher):
         if signum := run_jobs(jobs, start, end, self.at_once, listen):
             raise SystemExit(128 + signum)
 
-    def note(self, job: Job, outcome: CommandOutcome) -> None:
+    def note(self, job: SweepJob, outcome: CommandOutcome) -> None:
         """Add a row to the table."""
         ROWS.append(JobRow(job.number, list(job.overrides), outcome, job.folder))
         ROWS.sort(key=lambda row: row.number)
         DIRECTORY[:] = [Path(str(job.config.hydra.sweep.dir))]
 
-    def _start(self, job: Job, using: JobResources) -> JobProcess:
+    def _start(self, job: SweepJob, using: JobResources) -> JobProcess:
         if not self._forks():
             return job_process.start_fresh(job.config, using)
         decide_by_configuration(job.config)
@@ -218,7 +222,7 @@ class ProcessLauncher(Launcher):
         return hasattr(os, "fork") and not has_gpu
 
 
-def check_job(job: Job) -> None:
+def check_job(job: SweepJob) -> None:
     """Raise UserError if the job cannot run here as configured."""
     cfg = without_hydra(job.config)
     check_config(cfg, overrides_of(job.config.hydra))
@@ -299,7 +303,7 @@ def leave_page(rows: Sequence[JobRow], directory: Path) -> str | None:
         compare([directory], directory)
     except (Exception, KeyboardInterrupt) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        again = f"python -m hybridtrain.compare {shlex.quote(short(directory))}"
+        again = f"python -m hybridtrain compare {shlex.quote(short(directory))}"
         to_stderr(f"no page that compares the jobs ({reason}); {again}")
         return None
     return short(directory / PAGE)

@@ -29,9 +29,9 @@ from hybridtrain.cli.config_values import overrides_of
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interrupted
 from hybridtrain.cli.hydra_config import as_given
 from hybridtrain.cli.quiet import hush
+from hybridtrain.engine.worlds.signals import ending_signals, restore
 from hybridtrain.util.anonymous_files import anonymous_descriptor
 from hybridtrain.util.streams import flush_output
-from hybridtrain.worlds.local.signals import ending_signals, restore
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
 REPORTS = "HYBRIDTRAIN_REPORTS"  # the job's mailbox, if the sweep listens
@@ -118,7 +118,7 @@ def _forked_main(
     config: DictConfig,
     resources: JobResources,
 ) -> None:
-    from hybridtrain.worlds.local.parent_death import die_with_parent
+    from hybridtrain.engine.worlds.parent_death import die_with_parent
 
     _in_group(0)
     die_with_parent(parent)
@@ -235,7 +235,7 @@ def adopt() -> None:
     """In a fresh job process: end with the sweep, and hide its variables from children."""
     os.environ.pop(RESULT, None)
     if parent := os.environ.pop(PARENT, None):
-        from hybridtrain.worlds.local.parent_death import die_with_parent
+        from hybridtrain.engine.worlds.parent_death import die_with_parent
 
         die_with_parent(int(parent))
 

@@ -22,7 +22,7 @@ from hybridtrain.cli.config_values import assignments
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher, job_process, resumed
 from hybridtrain.cli.sweep.job_launcher import ProcessLauncher, check_job
-from hybridtrain.cli.sweep.side_by_side import Job
+from hybridtrain.cli.sweep.side_by_side import SweepJob
 from hybridtrain.cli.sweep.study import (
     STUDY_FILE,
     Sampling,
@@ -137,7 +137,7 @@ class OptunaSweeper(JobSweeper):
 
     def _checked(
         self, space: dict[str, BaseDistribution], fixed: list[str], given: list[str]
-    ) -> Job:
+    ) -> SweepJob:
         """The job with the first value of each key, which is not run."""
         searched: Any = space.items()
         first = {key: x.choices[0] if hasattr(x, "choices") else x.low for key, x in searched}
@@ -194,7 +194,7 @@ class OptunaSweeper(JobSweeper):
         return JournalStorage(JournalFileBackend(given))
 
 
-def checked_job(launcher: ProcessLauncher, overrides: list[str], given: Sequence[str]) -> Job:
+def checked_job(launcher: ProcessLauncher, overrides: list[str], given: Sequence[str]) -> SweepJob:
     """A job that is not run. Raises UserError, explained by the overrides that were ``given``."""
     try:
         job = launcher.job(overrides, 0, None)
@@ -281,7 +281,7 @@ class SearchRun:
         if self._search.best() is None:
             raise Lost("no job of the search has returned a metric")
 
-    def _job(self, trial: FrozenTrial | Trial, more: Sequence[str] = ()) -> Job:
+    def _job(self, trial: FrozenTrial | Trial, more: Sequence[str] = ()) -> SweepJob:
         overrides = [*self._fixed, *assignments(trial.params)]
         return self._launcher.job(overrides, trial.number, self._search.n_trials, more)
 
@@ -292,7 +292,7 @@ class SearchRun:
         # Another trial replaces one that had failed, which would else count for ever.
         return CommandOutcome(0, _metric_of(trial), why or None, short(folder))
 
-    def _jobs(self) -> Iterator[Job]:
+    def _jobs(self) -> Iterator[SweepJob]:
         from hybridtrain.cli.sweep.reports import Mailbox  # it imports Lightning
 
         while (found := self._search.next()) is not None:
@@ -336,7 +336,7 @@ class SearchRun:
             known = [x for x in trials if self._search.misfit(x) is None]
             self._shown.draw(known, self._metric, self._search.best())
 
-    def _ended(self, job: Job, outcome: CommandOutcome) -> CommandOutcome:
+    def _ended(self, job: SweepJob, outcome: CommandOutcome) -> CommandOutcome:
         if (mailbox := self._mailboxes.pop(job.number, None)) is not None:
             mailbox.close()
         if outcome.exit >= 128:  # it stays RUNNING, and goes on with the search

@@ -27,7 +27,7 @@ _LOOK_S, _MEASURE_S = 0.05, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SweepJob:
     """A job as configured; ``total``: of how many, None: not known; ``reports``: its mailbox."""
 
     config: DictConfig
@@ -50,13 +50,13 @@ class Job:
         return f"--- job {self.number + 1}{of}"
 
 
-Start = Callable[[Job, JobResources], JobProcess]
+Start = Callable[[SweepJob, JobResources], JobProcess]
 
 
 def run_jobs(
-    jobs: Iterator[Job],
+    jobs: Iterator[SweepJob],
     start: Start,
-    ended: Callable[[Job, CommandOutcome], None],
+    ended: Callable[[SweepJob, CommandOutcome], None],
     at_once: AtOnce,
     listen: Callable[[float], None] = time.sleep,
 ) -> int:
@@ -68,7 +68,7 @@ def run_jobs(
         listen: called between two looks at the processes, with the seconds until the next.
     """
     room, next_job = Room(at_once), next(jobs, None)
-    running: dict[JobProcess, tuple[Job, JobResources]] = {}
+    running: dict[JobProcess, tuple[SweepJob, JobResources]] = {}
     with passing_on(running) as signals:
         patience_until_s = float("inf")
         while running or (next_job is not None and not signals):
@@ -109,7 +109,7 @@ class Room:
         self._n_cores = len(self._cores)
 
     def _look_around(self) -> None:
-        from hybridtrain.memory import limits  # it imports torch
+        from hybridtrain.engine.memory import limits  # it imports torch
 
         affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
         quota = limits.container_cores()
@@ -122,7 +122,7 @@ class Room:
         """Whether there may be room for one more job."""
         return n_running < self._at_once if self._at_once != "auto" else bool(self._cores)
 
-    def take(self, job: Job, running: Collection[JobProcess]) -> JobResources | None:
+    def take(self, job: SweepJob, running: Collection[JobProcess]) -> JobResources | None:
         """A place for the job beside those that run; None: it has to wait."""
         if self._at_once == 1:
             return None if running else JobResources(reports=job.reports)
@@ -151,7 +151,7 @@ class Room:
         if time.monotonic() < self._measured_s + _MEASURE_S:
             return False
         self._measured_s = time.monotonic()
-        from hybridtrain.memory import limits
+        from hybridtrain.engine.memory import limits
 
         free = limits.available_bytes()
         if free is None:

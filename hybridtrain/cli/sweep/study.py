@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from hydra.core.override_parser.types import Override
 
 from hybridtrain.cli import config_values, explain
+from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.errors import UserError
-from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.runs import JOBS_FILE, read_mapping
 from hybridtrain.util.files import short
 from hybridtrain.util.option_types import is_number, shown

@@ -17,13 +17,13 @@ import torch
 from hybridtrain.cli.config_values import resuming
 from hybridtrain.cli.exit_status import FAILED
 from hybridtrain.cli.telemetry.monitor import STATS_FILE, VALIDATED, RunMonitor, RunStats
+from hybridtrain.engine.monitoring.watchdog import Slow, slow_worker, to_stderr
 from hybridtrain.lightning.run_context import checkpoints_of
-from hybridtrain.monitoring.watchdog import Slow, slow_worker, to_stderr
-from hybridtrain.report.advice import Advice
 from hybridtrain.report.runs import SUMMARY_FILE, as_json, distinct, with_floats
 from hybridtrain.util.files import read_text, short, write_whole
 from hybridtrain.util.option_types import is_target
 from hybridtrain.util.own_parts import TARGET
+from hybridtrain.virtual.advice import Advice
 
 # ---- the checkpoint and metrics that stand for a run --------------------------------------------
 # All metrics are of one model, that of the best checkpoint by ``task.monitor``; without a monitor
@@ -102,7 +102,7 @@ class Summary(RunStats):
     cores: int = 0  # that this process may use
     cpu_s: float = 0.0  # processor time of this host's workers, validation included
     slow: dict[str, Any] | None = None  # a slow worker that the others wait for
-    advice: dict[str, Any] | None = None  # hybridtrain.report.advice.Advice
+    advice: dict[str, Any] | None = None  # hybridtrain.virtual.advice.Advice
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     unsaved: dict[str, str] = field(default_factory=dict)  # missing checkpoint -> reason

@@ -1,7 +1,7 @@
 """Check types, ranges and contradictions of a configuration. Raises UserError with one line.
 
 The checks run before any process starts and without importing torch. Types and ranges are declared
-below, in :mod:`hybridtrain.options.strategy_arguments` and by the parameters of policies and
+below, in :mod:`hybridtrain.engine.options.strategy_arguments` and by the parameters of policies and
 exchanges. Arguments of classes must have the type of the value that is in the configuration.
 """
 
@@ -19,11 +19,11 @@ from hybridtrain.cli import config_values
 from hybridtrain.cli.explain import STRATEGY, base_config
 from hybridtrain.cli.further_host import number_of_hosts
 from hybridtrain.cli.hydra_config import PARTS
+from hybridtrain.engine.faults import check_workers, read_faults
+from hybridtrain.engine.options.exchange_options import EXCHANGE_OPTIONS, INSIDE
+from hybridtrain.engine.options.strategy_arguments import checked
+from hybridtrain.engine.policies import POLICIES, check_no_scheme, make_policy
 from hybridtrain.errors import UserError
-from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS, INSIDE
-from hybridtrain.options.strategy_arguments import checked
-from hybridtrain.policies import POLICIES, check_no_scheme, make_policy
-from hybridtrain.testing.faults import check_workers, read_faults
 from hybridtrain.util.option_types import (
     Finite,
     Natural,
@@ -46,8 +46,8 @@ from hybridtrain.util.option_types import (
 )
 
 # ---- types and ranges of the configuration's keys -----------------------------------------------
-# :mod:`hybridtrain.options.strategy_arguments` has the types of a strategy's keys; the classes of
-# models, data, optimizers, callbacks and loggers declare theirs in their signatures.
+# :mod:`hybridtrain.engine.options.strategy_arguments` has the types of a strategy's keys; the
+# classes of models, data, optimizers, callbacks and loggers declare theirs in their signatures.
 
 Group = Mapping[str, Any]
 Parts = Mapping[str, Mapping[str, Any] | None]  # by name; null removes one

@@ -21,9 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from hybridtrain.cli.explain import STRATEGY, one_line
+from hybridtrain.engine.options.strategy_arguments import check_sizes
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration
-from hybridtrain.options.strategy_arguments import check_sizes
 from hybridtrain.util.option_types import check, check_arguments, hint, hints, shown
 from hybridtrain.util.own_parts import load_target
 
@@ -171,9 +171,9 @@ def check_scheme(cfg: DictConfig) -> None:
     decide_by_configuration(cfg)
     import torch
 
+    from hybridtrain.engine.scheme import check_parts, make_server
+    from hybridtrain.engine.server.server import ParameterServer
     from hybridtrain.lightning.strategy import HybridStrategy
-    from hybridtrain.server.server import Server
-    from hybridtrain.training.scheme import check_parts, make_server
 
     whole = deepcopy(cfg)
     OmegaConf.update(whole, "strategy.record", None, force_add=True)  # a path that the job knows
@@ -185,4 +185,4 @@ def check_scheme(cfg: DictConfig) -> None:
         scheme.begin_run()
         check_sizes(scheme.data_options["batch_size_per_worker"], scheme.world_size)
         check_parts(scheme)
-        make_server(scheme, 1, Server)
+        make_server(scheme, 1, ParameterServer)

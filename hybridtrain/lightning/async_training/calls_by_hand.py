@@ -21,6 +21,8 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from hybridtrain.engine.protocol.messages import ScheduleCall
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
 from hybridtrain.lightning.async_training.update_count import (
     Schedules,
@@ -31,8 +33,6 @@ from hybridtrain.lightning.async_training.update_count import (
 from hybridtrain.lightning.hooks.loop_hooks import training_results
 from hybridtrain.lightning.hooks.points import Point, instead_in
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.protocol.messages import ScheduleCall
-from hybridtrain.worker.client import Client
 
 Step = Callable[..., Any]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.calls_by_hand import CallsByHand, Step
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
 from hybridtrain.lightning.async_training.update_count import (
@@ -27,7 +28,6 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.worker.client import Client
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.participation.absent_steps import Absence

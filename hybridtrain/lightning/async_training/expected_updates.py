@@ -31,13 +31,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from hybridtrain.exchanges import Requirements
+from hybridtrain.engine.exchanges import Requirements
+from hybridtrain.engine.samplers import EpochPlan, EpochSampler
 from hybridtrain.lightning.data.user_loaders import sampler_in
 from hybridtrain.lightning.hooks.loop_hooks import combination_of, combined_loader
 from hybridtrain.lightning.hooks.points import Point, instead
 from hybridtrain.lightning.run_context import context_if_ours
-from hybridtrain.training.samplers import EpochPlan, EpochSampler
-from hybridtrain.worlds.virtual.training_task import Timetable
+from hybridtrain.virtual.training_task import Timetable
 
 _BY_MODE: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.hooks.loop_hooks import has_trained_epoch, may_stop_early
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.worker.client import Client
 
 
 class OthersStop(Exception):

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from hybridtrain.engine.updates.groups import Groups, plain
 from hybridtrain.lightning.hooks.trainer_hooks import step_scheduler
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.updates.groups import Groups, plain
 
 Schedules = tuple[list[dict[str, Any]], list[Groups]]
 

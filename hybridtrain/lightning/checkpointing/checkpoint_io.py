@@ -31,7 +31,7 @@ import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.memory.scratch_file import Scratch
+from hybridtrain.engine.memory.scratch_file import Scratch
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.files import seal, write_whole
 

@@ -183,6 +183,6 @@ def _shapes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[torch.S
         return [shape, *(factors if parameter.dim() > 1 else ())]
     if isinstance(optimizer, torch.optim.LBFGS):
         return [torch.Size((sum(each.numel() for each in _parameters(optimizer)),))]
-    if kind.__module__.startswith("hybridtrain.updates."):
+    if kind.__module__.startswith("hybridtrain.engine.updates."):
         return [shape, shape[:1]]  # a count for each row
     return []

@@ -15,6 +15,7 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
+from hybridtrain.engine.memory.scratch_file import Scratch
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.agreement import count_all_updates
 from hybridtrain.lightning.checkpointing.checkpoint_content import Restoration
@@ -29,7 +30,6 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
 )
 from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
-from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.util.files import check_input, fault_of, fault_of_old, is_archive
 
 _COARSE_S = 2.0  # clocks of file systems

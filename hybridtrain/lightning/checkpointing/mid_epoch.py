@@ -21,6 +21,10 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from hybridtrain.engine.protocol.messages import LoaderPass
+from hybridtrain.engine.protocol.spans import Spans, positions
+from hybridtrain.engine.samplers import EpochPlan, EpochSampler, Order, Seeded, UnfinishedPass
+from hybridtrain.engine.updates.groups import Groups, plain
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.epoch_state import (
     TABLE,
@@ -43,10 +47,6 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.protocol.messages import LoaderPass
-from hybridtrain.protocol.spans import Spans, positions
-from hybridtrain.training.samplers import Begun, EpochPlan, EpochSampler, Order, Seeded
-from hybridtrain.updates.groups import Groups, plain
 from hybridtrain.util.option_types import shown
 
 KEY = "hybridtrain"
@@ -54,7 +54,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedEpoch:
     """An epoch to resume; ``loaders``: ``None`` if another strategy wrote the checkpoint."""
 
     epoch: int
@@ -63,14 +63,14 @@ class Resumed:
     stepped: int | None = None  # mini-batches with a step so far, if Lightning would miscount
     event: EpochEvent = EpochEvent.RESUMES  # where in the epoch the checkpoint was written
 
-    def begun(self, number: int, plan: EpochPlan) -> Begun | None:
+    def begun(self, number: int, plan: EpochPlan) -> UnfinishedPass | None:
         """The remaining pass of loader ``number``; ``None``: a whole epoch."""
         if self.loaders is None:
             whole = sum(plan.sizes)
             steps = max(-(-plan.length // whole), 1)
             batches = self.batches if self.batches <= steps else self.batches % steps
             start = min(batches * whole, plan.length)
-            return Begun(self.epoch, plan.order, ((start, plan.length),), batches)
+            return UnfinishedPass(self.epoch, plan.order, ((start, plan.length),), batches)
         if number >= len(self.loaders):
             return None
         state = self.loaders[number]
@@ -79,12 +79,14 @@ class Resumed:
                 f"the checkpoint was written in the middle of an epoch over {state['length']} "
                 f"samples, now there are {plan.length}; the epoch begins anew"
             )
-            return Begun(self.epoch, plan.order, ((0, plan.length),), state["batches"])
+            return UnfinishedPass(self.epoch, plan.order, ((0, plan.length),), state["batches"])
         spans = tuple((start, stop) for start, stop in state["spans"])
         crew = tuple(state.get("crew", ()))  # only from another worker of this run
         if not set(crew) <= set(range(len(plan.sizes))):
             raise UserError(f"ckpt: the checkpoint has a crew of other workers: {shown(crew)}")
-        return Begun(self.epoch, _order(state), spans, state["batches"], state["lap"], crew)
+        return UnfinishedPass(
+            self.epoch, _order(state), spans, state["batches"], state["lap"], crew
+        )
 
 
 def _order(state: dict[str, Any]) -> Order:
@@ -237,7 +239,7 @@ def read_format(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     return ours
 
 
-def read(checkpoint: dict[str, Any]) -> Resumed | None:
+def read(checkpoint: dict[str, Any]) -> ResumedEpoch | None:
     """Read a checkpoint that was written within an epoch; ``None`` for any other.
 
     Sets Lightning's counters in it to the last step, from which the samplers resume.
@@ -265,7 +267,7 @@ def read(checkpoint: dict[str, Any]) -> Resumed | None:
     event = EpochEvent.RESUMES_IN_HOOK if in_hook else EpochEvent.RESUMES
     if ours.get("over"):
         event = EpochEvent.RESUMES_AT_END
-    return Resumed(ours["epoch"], ours["batches"], ours["loaders"], stepped, event)
+    return ResumedEpoch(ours["epoch"], ours["batches"], ours["loaders"], stepped, event)
 
 
 def _is_beginning(epoch: Mapping[str, int]) -> bool:
@@ -273,13 +275,13 @@ def _is_beginning(epoch: Mapping[str, int]) -> bool:
     return epoch["ready"] - 1 == epoch["started"] == epoch["processed"]
 
 
-def _elsewhere(epoch: int, batches: int) -> Resumed:
+def _elsewhere(epoch: int, batches: int) -> ResumedEpoch:
     rank_zero_warn(
         f"the checkpoint was written in the middle of epoch {epoch} by another strategy; its "
         f"{batches} mini-batches are taken to have been as large as this run's, all workers "
         "together, and in the same order"
     )
-    return Resumed(epoch, batches, None)
+    return ResumedEpoch(epoch, batches, None)
 
 
 def _done(progress: dict[str, Any]) -> int:
@@ -334,7 +336,7 @@ class EpochPosition:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.state = EpochState.BETWEEN
-        self.resumed: Resumed | None = None  # from a checkpoint, until its epoch is over
+        self.resumed: ResumedEpoch | None = None  # from a checkpoint, until its epoch is over
         self._begun: int | None = None  # the last epoch that has begun
         self._has_other_lengths = False
 
@@ -359,7 +361,7 @@ class EpochPosition:
         before, self.state = self.state, TABLE.get((self.state, event), self.state)
         return self.state is not before
 
-    def resume(self, resumed: Resumed | None) -> None:
+    def resume(self, resumed: ResumedEpoch | None) -> None:
         """Take over from a checkpoint; ``None``: it was not written within an epoch."""
         self.resumed = resumed
         if resumed is not None:
@@ -386,7 +388,7 @@ class EpochPosition:
 
 
 @dataclass(frozen=True)
-class Schedules:
+class SavedSchedules:
     """States of schedules, and their optimizers' groups without parameters, at one moment.
 
     ``None``, or no groups: a checkpoint has them as they are when it is written.
@@ -396,7 +398,7 @@ class Schedules:
     groups: list[Groups]
 
     @classmethod
-    def of(cls, trainer: Any, by_step: bool = True) -> Schedules:
+    def of(cls, trainer: Any, by_step: bool = True) -> SavedSchedules:
         """The present ones; not ``by_step``: of schedules by epoch alone."""
         configs = [x for x in trainer.lr_scheduler_configs if by_step or x.interval == "epoch"]
         changed = {id(getattr(config.scheduler, "optimizer", None)) for config in configs}
@@ -404,11 +406,11 @@ class Schedules:
         states = [_state(x) if x in configs else None for x in trainer.lr_scheduler_configs]
         return cls(states, groups)
 
-    def with_changes(self, before: Schedules, now: Schedules) -> Schedules:
+    def with_changes(self, before: SavedSchedules, now: SavedSchedules) -> SavedSchedules:
         """These, and what schedules by step have changed since ``before``: they scale rates."""
         of_optimizers = zip(self.groups, before.groups, now.groups, strict=True)
         groups = [tuple(map(_scaled, *each)) for each in of_optimizers]
-        return Schedules(self.states, groups)
+        return SavedSchedules(self.states, groups)
 
     def give(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint with these."""
@@ -464,7 +466,7 @@ class EpochEnds:
         self._found: dict[str, torch.Tensor] = {}  # the checkpoint's metrics
         self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts
         # Before an epoch's schedules, and behind them.
-        self._kept: tuple[int, Schedules, Schedules] | None = None
+        self._kept: tuple[int, SavedSchedules, SavedSchedules] | None = None
         before(Point.FIT_RESET, trainer.fit_loop, self.settle)
         before(Point.BATCH, trainer.fit_loop.epoch_loop, self.go_on)
         before(Point.COLLECT, log_connector(trainer), self.allow)
@@ -491,9 +493,9 @@ class EpochEnds:
     ) -> None:
         """Keep schedules by epoch as before this worker's last mini-batch; others may have more."""
         if interval == "epoch" and not update_plateau_schedulers:
-            kept = Schedules.of(self._trainer, by_step=False)
+            kept = SavedSchedules.of(self._trainer, by_step=False)
             proceed(interval, update_plateau_schedulers)
-            now = Schedules.of(self._trainer, by_step=False)
+            now = SavedSchedules.of(self._trainer, by_step=False)
             self._kept = self._position.epoch, kept, now
         else:
             proceed(interval, update_plateau_schedulers)
@@ -503,7 +505,7 @@ class EpochEnds:
         if self._kept is None or self._kept[0] != epoch:
             return checkpoint
         _, kept, after = self._kept
-        now = Schedules.of(self._trainer, by_step=False)
+        now = SavedSchedules.of(self._trainer, by_step=False)
         return kept.with_changes(after, now).give(checkpoint)
 
     def settle(self) -> None:

@@ -20,12 +20,12 @@ from typing import Any, cast
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
 
+from hybridtrain.engine.protocol.messages import Described
 from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
-from hybridtrain.protocol.messages import Described
 from hybridtrain.util.option_types import NotNegative, Positive, typed
 
 _ALONE = (

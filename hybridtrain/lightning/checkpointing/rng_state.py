@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.util.generators import look, put
-from hybridtrain.worker.client import Client
 
 
 class RngState:

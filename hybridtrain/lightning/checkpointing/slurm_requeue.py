@@ -18,11 +18,11 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 
+from hybridtrain.engine.worlds.signals import restore
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint, requeue_slurm_job
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.util.anonymous_files import SharedBytes
-from hybridtrain.worlds.local.signals import restore
 
 _ASKED, _DONE = 0, 1  # bytes of the shared memory; counts modulo 256
 

@@ -15,10 +15,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import Sampler
 
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.user_loaders import sampler_in
 from hybridtrain.lightning.hooks.loop_hooks import combined_loader, limited_batches, predictions
-from hybridtrain.worker.client import Client
 
 
 @dataclass
@@ -34,13 +34,13 @@ class Group:
         return min([self.n_workers, *(n for n in self.lengths if n)])
 
 
-class Shared(Sampler[Any]):
+class SharedSampler(Sampler[Any]):
     """A sampler of ours in an evaluation or a prediction."""
 
     asked = False  # it has been iterated over
 
 
-class EvaluationSampler(Shared):
+class EvaluationSampler(SharedSampler):
     """Every m-th sample, of m workers, in the order of the user's sampler."""
 
     def __init__(self, indices: Sequence[int], place: int, group: Group) -> None:
@@ -59,7 +59,7 @@ class EvaluationSampler(Shared):
         return (self._indices[place] for place in self._share())
 
 
-class Dealt(Shared):
+class Dealt(SharedSampler):
     """Every W-th of one device's mini-batches for prediction, starting with this worker's number.
 
     Args:

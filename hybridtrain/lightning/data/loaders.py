@@ -13,6 +13,17 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
+from hybridtrain.engine.protocol.messages import LoaderPass, Visits
+from hybridtrain.engine.protocol.spans import Spans
+from hybridtrain.engine.recording.run_description import data_teller
+from hybridtrain.engine.samplers import (
+    EpochPlan,
+    EpochSampler,
+    QueueSampler,
+    Seeded,
+    ShareSampler,
+)
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.expected_updates import batches_of, plan_behind
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
@@ -21,7 +32,7 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
     KEY,
     EpochEnds,
     EpochPosition,
-    Schedules,
+    SavedSchedules,
     count_from_zero,
     deal,
     done_by_all,
@@ -78,17 +89,6 @@ from hybridtrain.lightning.hooks.points import Point, before, instead
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.saved_states import WORKERS
-from hybridtrain.protocol.messages import LoaderPass, Visits
-from hybridtrain.protocol.spans import Spans
-from hybridtrain.recording.run_description import data_teller
-from hybridtrain.training.samplers import (
-    EpochPlan,
-    EpochSampler,
-    QueueSampler,
-    Seeded,
-    ShareSampler,
-)
-from hybridtrain.worker.client import Client
 
 
 class Loaders:
@@ -114,7 +114,9 @@ class Loaders:
         self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
         self._owes = False  # the masters lack steps: one worker's own checkpoint repeats them
         self._n_owed = 0  # so many
-        self._before: tuple[int, Schedules] | None = None  # logged step and schedules before them
+        self._before: tuple[int, SavedSchedules] | None = (
+            None  # logged step and schedules before them
+        )
         self.position = EpochPosition(trainer)
         self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
         self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
@@ -364,7 +366,7 @@ class Loaders:
         if not self._owes:
             self._former, self._n_owed, self._before = self._committed, 0, None
             if owes:
-                self._before = logged_step(self._trainer), Schedules.of(self._trainer)
+                self._before = logged_step(self._trainer), SavedSchedules.of(self._trainer)
         place = self.position.epoch, ready
         self._n_owed += owes and place != self._committed  # without data it may come twice
         self._committed, self._owes = place, owes

@@ -18,9 +18,9 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves
 
+from hybridtrain.engine.worker.device import Lane, Streams
 from hybridtrain.lightning.hooks.loop_hooks import training_fetcher
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.worker.device import Lane, Streams
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -31,10 +31,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from hybridtrain.engine.samplers import EpochPlan, EpochSampler, Order, Seeded, drawn
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.loop_hooks import inside, noting_indices
-from hybridtrain.training.samplers import EpochPlan, EpochSampler, Order, Seeded, drawn
-from hybridtrain.worker.client import Client
 
 _S = TypeVar("_S")
 _BY_HAND = (

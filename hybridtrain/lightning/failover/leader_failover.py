@@ -11,10 +11,10 @@ import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import ProgressBar
 
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.counting import LogEvery
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
-from hybridtrain.worker.client import Client
 
 
 def know_the_loggers(trainer: pl.Trainer, collectives: Collectives) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from hybridtrain.engine.protocol.spans import Spans, total
 from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover, know_the_loggers
@@ -28,7 +29,6 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.protocol.spans import Spans, total
 
 
 def prepare_for_losses(

@@ -19,6 +19,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from hybridtrain.engine.memory.scratch_file import as_bytes, read
+from hybridtrain.engine.memory.store import checksum
+from hybridtrain.engine.protocol.messages import Progress, Writes
+from hybridtrain.engine.protocol.spans import split, total
+from hybridtrain.engine.samplers import EpochSampler
+from hybridtrain.engine.step.shared_buffers import lies_apart
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
@@ -36,14 +43,7 @@ from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.lightning.step.session import Session
-from hybridtrain.memory.scratch_file import as_bytes, read
-from hybridtrain.memory.store import checksum
-from hybridtrain.protocol.messages import Progress, Writes
-from hybridtrain.protocol.spans import split, total
-from hybridtrain.training.samplers import EpochSampler
-from hybridtrain.training.step.shared_buffers import lies_apart
 from hybridtrain.util.generators import look, put
-from hybridtrain.worker.client import Client
 
 MEMORY = "the memory of this run"  # in place of a path, for the trainer's ckpt_path
 _OURS = "hybridtrain_run"

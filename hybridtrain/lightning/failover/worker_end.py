@@ -11,17 +11,17 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from hybridtrain.engine.memory.scratch_file import as_bytes, read
+from hybridtrain.engine.protocol.messages import Saved
+from hybridtrain.engine.worker.client import StopRequested
+from hybridtrain.engine.worlds.channel import ChannelClosed
+from hybridtrain.engine.worlds.worker_exit import Failed
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.failover.leader_failover import become_leader
 from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted, has_saved
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.memory.scratch_file import as_bytes, read
-from hybridtrain.protocol.messages import Saved
 from hybridtrain.util.files import interrupted_in
 from hybridtrain.util.streams import say
-from hybridtrain.worker.client import StopRequested
-from hybridtrain.worlds.local.channel import ChannelClosed
-from hybridtrain.worlds.local.worker_exit import Failed
 
 _NO_GROUP = "Default process group has not been initialized"  # torch's words
 

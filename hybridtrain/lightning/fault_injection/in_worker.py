@@ -1,7 +1,7 @@
 """Fault injection inside a worker.
 
 A run without faults is unchanged. With faults, methods of the worker's objects first check whether
-one is due. :mod:`hybridtrain.testing.faults` lists the kinds. The phases:
+one is due. :mod:`hybridtrain.engine.faults` lists the kinds. The phases:
 
 - *compute*: before the module's ``training_step``;
 - *push*: the gradient is in shared memory, the push is not sent;
@@ -30,17 +30,17 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from hybridtrain.engine.exchanges import Requirements
+from hybridtrain.engine.faults import KINDS, Fault, FaultLog, Schedule, check_workers, happened
+from hybridtrain.engine.protocol.messages import Push
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.pending_push import Taking, Undoing
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.protocol.messages import Push
-from hybridtrain.server.server import Server
-from hybridtrain.testing.faults import KINDS, Fault, FaultLog, Schedule, check_workers, happened
 from hybridtrain.util import files
-from hybridtrain.worker.client import Client
-from hybridtrain.worker.pending_push import Taking, Undoing
 
 # ---- in the parent ------------------------------------------------------------------------------
 # A run's injected faults, and those that the parent carries out: of the phase *update*.
@@ -107,7 +107,7 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def interrupt_updates(server: Server, faults: Faults) -> None:
+def interrupt_updates(server: ParameterServer, faults: Faults) -> None:
     """Let the server's updates kill or stop workers whose pushes they use."""
     fault_log, wanted = faults.fault_log, faults.wanted
     if fault_log is None or faults.rehearses or not faults.in_updates:

@@ -23,20 +23,20 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 import hybridtrain
+from hybridtrain.engine.memory.store import checksum
+from hybridtrain.engine.options.strategy_arguments import LightningArguments
+from hybridtrain.engine.step.shared_buffers import kept, lies_apart, put
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
-from hybridtrain.memory.store import checksum
-from hybridtrain.options.strategy_arguments import LightningArguments
-from hybridtrain.training.step.shared_buffers import kept, lies_apart, put
 from hybridtrain.util.option_types import hints
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
+    from hybridtrain.engine.samplers import EpochPlan
+    from hybridtrain.engine.worker.client import Client
     from hybridtrain.lightning.strategy import HybridStrategy
-    from hybridtrain.training.samplers import EpochPlan
-    from hybridtrain.worker.client import Client
 
 # A host may have its own: where files lie, how its processes are started. Where training goes on
 # from, host 0 says.
@@ -227,7 +227,7 @@ def differences(
     """
     there = f"on {theirs.get('name', 'it')}"
     if ("doctor" in mine) != ("doctor" in theirs):
-        return "one is hybridtrain.doctor, the other trains; start the same command on all hosts"
+        return "one is hybridtrain doctor, the other trains; start the same command on all hosts"
     for part, advice in _ADVICE.items():
         a, b = mine.get(part), theirs.get(part)
         pairs = [(part, a, b)]

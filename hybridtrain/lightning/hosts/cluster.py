@@ -21,9 +21,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridtrain.errors import UserError
+from hybridtrain.hosts import sockets
+from hybridtrain.hosts.key import Key
 from hybridtrain.util.host_place import HostPlace, is_loopback, place_by_variables
-from hybridtrain.worlds.hosts import sockets
-from hybridtrain.worlds.hosts.key import Key
 
 PATIENCE_S = 600.0  # until host 0 has published the key
 _PAUSE_S = 0.2

@@ -11,7 +11,13 @@ from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import TYPE_CHECKING, Any
 
+from hybridtrain.engine.memory.scratch_file import Scratch, as_bytes, read
+from hybridtrain.engine.monitoring.watchdog import to_stderr
+from hybridtrain.engine.worlds.signals import Interrupted, caught_signals
 from hybridtrain.errors import Lost, UserError
+from hybridtrain.hosts.connection import HostConnection, HostLost, Listener, dial
+from hybridtrain.hosts.orders import Over, Signalled
+from hybridtrain.hosts.other_hosts import Hosts
 from hybridtrain.lightning.hosts.agreement import about_this_host, differences
 from hybridtrain.lightning.hosts.cluster import (
     address_towards,
@@ -22,13 +28,7 @@ from hybridtrain.lightning.hosts.cluster import (
 )
 from hybridtrain.lightning.results.worker_result import WorkerResult
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.memory.scratch_file import Scratch, as_bytes, read
-from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.util.host_place import HostPlace
-from hybridtrain.worlds.hosts.connection import HostConnection, HostLost, Listener, dial
-from hybridtrain.worlds.hosts.orders import Over, Signalled
-from hybridtrain.worlds.hosts.other_hosts import Hosts
-from hybridtrain.worlds.local.signals import Interrupted, caught_signals
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -41,6 +41,9 @@ import torch
 from pytorch_lightning.callbacks import WeightAveraging
 from torchmetrics import Metric
 
+from hybridtrain.engine.monitoring.hang_detector import Doing
+from hybridtrain.engine.step.shared_buffers import KeptBuffer, kept
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.hooks.loop_hooks import (
     accumulates,
@@ -71,10 +74,7 @@ from hybridtrain.lightning.participation.logged_metrics import (
 )
 from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.lightning.step.session import Session
-from hybridtrain.monitoring.hang_detector import Doing
-from hybridtrain.training.step.shared_buffers import Kept, kept
 from hybridtrain.util.attributes import temporarily
-from hybridtrain.worker.client import Client
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.data.loaders import Loaders
@@ -463,7 +463,7 @@ class Uncounted:
         self._fetched = 0
         self._results: dict[str, dict[str, Any]] = {}
         self._metrics: list[tuple[Metric, Any]] = []
-        self._buffers: dict[str, Kept] = {}
+        self._buffers: dict[str, KeptBuffer] = {}
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from hybridtrain.engine.step.shared_buffers import KeptBuffer, kept, put
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.hooks.trainer_hooks import averages_of
-from hybridtrain.training.step.shared_buffers import Kept, kept, put
-from hybridtrain.worker.client import Client
 
 
 class EvaluatedModel:
@@ -24,7 +24,7 @@ class EvaluatedModel:
     def __init__(self, trainer: pl.Trainer, client: Client) -> None:
         self._trainer: Any = trainer
         self._client = client
-        self._own: dict[str, Kept] = {}  # while they are worker 0's
+        self._own: dict[str, KeptBuffer] = {}  # while they are worker 0's
         self._theirs: dict[str, torch.Tensor | None] = {}
 
     @torch.no_grad()

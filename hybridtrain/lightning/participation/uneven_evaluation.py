@@ -15,7 +15,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
 
-from hybridtrain.lightning.data.evaluation_sampler import Shared, is_dealt
+from hybridtrain.lightning.data.evaluation_sampler import SharedSampler, is_dealt
 from hybridtrain.lightning.data.user_loaders import check_asked, sampler_in
 from hybridtrain.lightning.hooks.loop_hooks import (
     combined_loader,
@@ -171,7 +171,7 @@ class UnevenEvaluation:
         """Refuse loaders that have not asked for this worker's samples."""
         batches = self._loop.max_batches if self._predicts else evaluation_batches(self._loop)
         for loader, n in zip(combined_loader(self._loop).flattened, batches, strict=True):
-            sampler = sampler_in(loader, Shared)
+            sampler = sampler_in(loader, SharedSampler)
             if n and sampler is not None:
                 check_asked(loader, sampler)
 

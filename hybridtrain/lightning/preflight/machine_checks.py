@@ -22,9 +22,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from hybridtrain.errors import UserError
-from hybridtrain.lightning.checkpointing.checkpoint_writing import check_whole
-from hybridtrain.memory.limits import (
+from hybridtrain.engine.memory.limits import (
     Gpu,
     allow_descriptors,
     available_bytes,
@@ -34,9 +32,11 @@ from hybridtrain.memory.limits import (
     open_descriptors,
     shared_memory_bytes,
 )
-from hybridtrain.training.step.trained_parameters import sparse_tables
-from hybridtrain.worker.device import KINDS
-from hybridtrain.worker.device.cuda import forbids_fork
+from hybridtrain.engine.step.trained_parameters import sparse_tables
+from hybridtrain.engine.worker.device import KINDS
+from hybridtrain.engine.worker.device.cuda import forbids_fork
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.checkpointing.checkpoint_writing import check_whole
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy

@@ -21,18 +21,18 @@ from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import nn
 
+from hybridtrain.engine.exchanges import Exchange, Requirements
+from hybridtrain.engine.exchanges.compression import codec_of
+from hybridtrain.engine.memory import overlapping
+from hybridtrain.engine.step.worker_step import WorkerStep
+from hybridtrain.engine.worker.device import KINDS
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, Requirements
-from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
 from hybridtrain.lightning.hosts.cluster import check_key_is_reachable
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning_package import is_foreign, refuse_mixture
-from hybridtrain.memory import overlapping
-from hybridtrain.training.step.worker_step import WorkerStep
 from hybridtrain.util.option_types import as_typed
-from hybridtrain.worker.device import KINDS
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy

@@ -25,19 +25,19 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from hybridtrain.engine.exchanges import Requirements
+from hybridtrain.engine.protocol.messages import Clip
+from hybridtrain.engine.samplers import Order, Seeded
+from hybridtrain.engine.updates.groups import Groups, differences, plain
+from hybridtrain.engine.updates.serialize import dump, load
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.expected_updates import expected_in
 from hybridtrain.lightning.data.batch_size import Scales, keeps_all
 from hybridtrain.lightning.data.user_loaders import is_plain, plan_of, sampler_of
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers, give_module
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.lightning_package import own_name
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.training.samplers import Order, Seeded
-from hybridtrain.updates.groups import Groups, differences, plain
-from hybridtrain.updates.serialize import dump, load
-from hybridtrain.worlds.virtual.training_task import Timetable
+from hybridtrain.virtual.training_task import Timetable
 
 
 class VirtualTrainer(pl.Trainer):
@@ -146,7 +146,7 @@ class ModuleTask:
         self._optimizer = optimizers[0]
         _check_schedules(schedules)
         shared = (module, trainer, loader, *self._parameters)
-        self._schedules = Schedules(self._optimizer, schedules, shared)
+        self._schedules = OptimizerSchedules(self._optimizer, schedules, shared)
         module.train()
 
     def parameters(self) -> list[torch.Tensor]:
@@ -210,11 +210,11 @@ class ModuleTask:
     def groups(self) -> Groups:
         return self._schedules.groups()
 
-    def own_schedules(self) -> Schedules:
+    def own_schedules(self) -> OptimizerSchedules:
         return self._schedules.own_schedules()
 
 
-class Schedules:
+class OptimizerSchedules:
     """An optimizer's schedulers, and the hyper-parameters that they change.
 
     Args:
@@ -247,7 +247,7 @@ class Schedules:
         """All hyper-parameters as they are now."""
         return plain(self._optimizer)
 
-    def own_schedules(self) -> Schedules:
+    def own_schedules(self) -> OptimizerSchedules:
         """A copy, as they are now."""
         return deepcopy(self, {id(each): each for each in (self._shared, *self._shared)})
 

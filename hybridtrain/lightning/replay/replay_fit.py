@@ -18,24 +18,28 @@ import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.loggers.logger import DummyLogger
 
+from hybridtrain.engine.recording.record_file import Record
+from hybridtrain.engine.recording.record_reader import find_record, read_record, times_of
+from hybridtrain.engine.recording.recorder import Stamp
+from hybridtrain.engine.recording.replayer import Replayed, Replayer
+from hybridtrain.engine.recording.run_description import (
+    Recording,
+    check_replayable,
+    check_same_data,
+)
+from hybridtrain.engine.recording.virtual_rerun import Rehearsal
+from hybridtrain.engine.scheme import make_server
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.server.timeline import Timeline
+from hybridtrain.engine.worlds.cpu_scheduling import one_thread
+from hybridtrain.engine.worlds.in_process import Body, Cell
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.periodic import scheduled
 from hybridtrain.lightning.results.worker_result import WorkerResult
 from hybridtrain.lightning.run_context import context_if_ours, context_of, strategy_of
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
-from hybridtrain.recording.record_file import Record
-from hybridtrain.recording.record_reader import find_record, read_record, times_of
-from hybridtrain.recording.recorder import Stamp
-from hybridtrain.recording.replayer import Replayed, Replayer
-from hybridtrain.recording.run_description import Recording, check_replayable, check_same_data
-from hybridtrain.recording.virtual_rerun import Rehearsal
-from hybridtrain.server.server import Server
-from hybridtrain.server.timeline import Timeline
-from hybridtrain.training.scheme import make_server
 from hybridtrain.util.own_parts import identity
-from hybridtrain.worlds.in_process import Body, Cell
-from hybridtrain.worlds.local.cpu_scheduling import one_thread
-from hybridtrain.worlds.virtual.service_times import Measured
+from hybridtrain.virtual.service_times import Measured
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
@@ -56,7 +60,7 @@ class InProcessRunner(Generic[T]):
     """
 
     record: Record
-    run: Callable[[Server, Stamp, Sequence[Body]], tuple[T, list[Any]]]
+    run: Callable[[ParameterServer, Stamp, Sequence[Body]], tuple[T, list[Any]]]
     timeline: Timeline | None = None
     rehearses: bool = False
     outcome: T | None = None
@@ -76,7 +80,7 @@ class InProcessRunner(Generic[T]):
         try:
             bodies = [body(_copied(job)) for _ in range(self.record.n_workers)]
             stamp, threads = Stamp(), int(self.record.header["server_threads"])
-            kind = partial(Server, clock=stamp, timeline=self.timeline)
+            kind = partial(ParameterServer, clock=stamp, timeline=self.timeline)
             server = make_server(strategy, threads, kind)
             try:
                 with one_thread():
@@ -160,7 +164,7 @@ def replay_fit(
 
     Args:
         record: of the run: its directory, the file that ``record=`` has written, or what
-            :func:`hybridtrain.recording.read_record` has read.
+            :func:`hybridtrain.engine.recording.read_record` has read.
         trainer: with a ``HybridStrategy``.
         module: as before training.
         anyway: even if code, versions or data differ.
@@ -180,7 +184,7 @@ def _read(record: str | Path | Record) -> Record:
 
 
 def _rerun(
-    record: Record, anyway: bool, server: Server, stamp: Stamp, bodies: Sequence[Body]
+    record: Record, anyway: bool, server: ParameterServer, stamp: Stamp, bodies: Sequence[Body]
 ) -> tuple[Replayed, list[Any]]:
     """Replay the record; ``anyway``: also with other data."""
     check_data = partial(check_same_data, record, anyway)
@@ -225,7 +229,7 @@ def rehearse_fit(
 
 
 def _what_if(
-    record: Record, server: Server, stamp: Stamp, bodies: Sequence[Body]
+    record: Record, server: ParameterServer, stamp: Stamp, bodies: Sequence[Body]
 ) -> tuple[dict[str, Any], list[Any]]:
     """Give workers their recorded times; the outcome is the server's statistics."""
     measured = Measured(times_of(record))

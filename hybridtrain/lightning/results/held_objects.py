@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from hybridtrain.engine.step.shared_buffers import lies_apart
 from hybridtrain.lightning.hooks.trainer_hooks import HOW_IT_STEPS, WRITER
 from hybridtrain.lightning.results.plain_data import (
     ATOMS,
@@ -45,7 +46,6 @@ from hybridtrain.lightning.results.plain_data import (
     is_users,
     resolved,
 )
-from hybridtrain.training.step.shared_buffers import lies_apart
 
 _MOST = 20_000  # objects
 _MOST_PARTS = 1_000  # of a container that is looked into

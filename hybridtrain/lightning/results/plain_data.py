@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridtrain.recording.run_description import is_installed
+from hybridtrain.engine.recording.run_description import is_installed
 from hybridtrain.util.reachable import is_framework
 
 Way = tuple[Any, ...]  # names and numbers, from a root to an object

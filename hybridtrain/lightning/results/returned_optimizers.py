@@ -21,12 +21,12 @@ from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hybridtrain.engine.updates.serialize import subclasses
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.lightning.results.held_objects import HeldObjects, load_in_place
 from hybridtrain.lightning.results.plain_data import Held, class_name
 from hybridtrain.lightning.results.returned_training import made_or_none
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.updates.serialize import subclasses
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ScheduleForm:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedOptimizers:
     """Worker 0's optimizers and schedulers.
 
     ``saved``: their states, as in a checkpoint.
@@ -78,7 +78,7 @@ class Trained:
     schedules: list[ScheduleForm]
 
     @classmethod
-    def of(cls, trainer: Any, held: HeldObjects) -> Trained:
+    def of(cls, trainer: Any, held: HeldObjects) -> TrainedOptimizers:
         """In worker 0."""
         context, module = context_of(trainer), trainer.lightning_module
         context.before_checkpoint()

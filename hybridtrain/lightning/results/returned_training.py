@@ -24,6 +24,7 @@ from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 
+from hybridtrain.engine.step.shared_buffers import lies_apart
 from hybridtrain.lightning.hooks.loop_hooks import (
     combined_loader,
     give_loaders,
@@ -35,7 +36,6 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 from hybridtrain.lightning.hooks.trainer_hooks import attach_data
 from hybridtrain.lightning.results.callback_state import ModuleState, give_to_module, of_module
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.training.step.shared_buffers import lies_apart
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from hybridtrain.engine.memory.scratch_file import Scratch, as_bytes, fill, read
 from hybridtrain.lightning.data.evaluation_sampler import Outputs, collect, in_order
 from hybridtrain.lightning.hooks.loop_hooks import (
     log_connector,
@@ -36,10 +37,9 @@ from hybridtrain.lightning.results.callback_state import (
 )
 from hybridtrain.lightning.results.held_objects import HeldObjects
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
-from hybridtrain.lightning.results.returned_optimizers import Trained
+from hybridtrain.lightning.results.returned_optimizers import TrainedOptimizers
 from hybridtrain.lightning.results.returned_training import Sizes, load_weights
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill, read
 from hybridtrain.util.files import interrupted_in
 from hybridtrain.util.streams import say
 
@@ -89,7 +89,7 @@ def pack(
             for name, parameter in module.named_parameters(remove_duplicate=False)
         },
         "buffers": dict(module.named_buffers(remove_duplicate=False)),
-        "trained": Trained.of(trainer, held) if fits else None,
+        "trained": TrainedOptimizers.of(trainer, held) if fits else None,
         "held": held.contents({id(each) for each in stepped}),
     }
     return WorkerResult(

@@ -18,10 +18,10 @@ import torch
 from pytorch_lightning import LightningModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hybridtrain.engine.exchanges import Requirements
+from hybridtrain.engine.step.trained_parameters import parameters_of
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.hooks.points import Point, around
-from hybridtrain.training.step.trained_parameters import parameters_of
 
 _LOOKS = 8  # backward passes in which values are compared
 

@@ -2,7 +2,7 @@
 has run out.
 
 A worker that raises leaves the others waiting, under all-reduce. Here the user can choose (see
-:mod:`hybridtrain.training.step.guard`). A callback that looks for losses that are not finite
+:mod:`hybridtrain.engine.step.guard`). A callback that looks for losses that are not finite
 (``SpikeDetection``) decides itself whether to end the run, and must get to see them: under ``auto``
 what comes of such a loss is left out, and training goes on to the callback.
 """
@@ -18,12 +18,12 @@ from lightning_fabric.utilities.spike import SpikeDetection
 from pytorch_lightning import Trainer
 from pytorch_lightning.utilities.memory import is_oom_error
 
+from hybridtrain.engine.memory import Layout
+from hybridtrain.engine.step.guard import AUTO, OUT_OF_MEMORY, Guard, OnFault
+from hybridtrain.engine.worker.finite import FiniteCheck
 from hybridtrain.lightning.device_memory import note_need, out_of_memory
 from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.memory import Layout
-from hybridtrain.training.step.guard import AUTO, OUT_OF_MEMORY, Guard, OnFault
-from hybridtrain.worker.finite import FiniteCheck
 
 
 def beside(on_fault: OnFault, trainer: Any) -> OnFault:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.exchanges.exchange import OWN
+from hybridtrain.engine.exchanges.exchange import OWN
+from hybridtrain.engine.memory.scratch_file import Scratch, fill, read
+from hybridtrain.engine.step.worker_step import MASTERS, WorkerStep
+from hybridtrain.engine.updates.named import NamedUpdate
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.checkpointing.checkpoint_content import restoring
 from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_shapes, check_worker
-from hybridtrain.memory.scratch_file import Scratch, fill, read
-from hybridtrain.training.step.worker_step import MASTERS, WorkerStep
-from hybridtrain.updates.named import NamedUpdate
-from hybridtrain.worker.client import Client
 
 WORKERS = "workers"  # in an optimizer's saved state: what is each worker's own
 

@@ -17,6 +17,19 @@ from pytorch_lightning.core.optimizer import do_nothing_closure
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.weak import TensorWeakRef
 
+from hybridtrain.engine.memory import Layout, unpack
+from hybridtrain.engine.memory.store import tensor_of
+from hybridtrain.engine.protocol.messages import Average, Averaged, Row, Writes
+from hybridtrain.engine.step.guard import Guard, OnFault
+from hybridtrain.engine.step.session import Trained, WorkerSession
+from hybridtrain.engine.step.shared_buffers import shared
+from hybridtrain.engine.step.trained_parameters import ordered_parameters, sparse_slots
+from hybridtrain.engine.step.worker_step import StepParts, WorkerStep
+from hybridtrain.engine.updates import SavedOptimizer
+from hybridtrain.engine.updates.groups import puts_off, takes_sparse
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.finite import FiniteCheck
+from hybridtrain.engine.worker.tickets import NotNeeded
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
@@ -27,19 +40,6 @@ from hybridtrain.lightning.step.gradient_guard import GradientGuard, beside
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final, is_hooked
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.saved_states import SavedStates
-from hybridtrain.memory import Layout, unpack
-from hybridtrain.memory.store import tensor_of
-from hybridtrain.protocol.messages import Average, Averaged, Row, Writes
-from hybridtrain.training.session import Trained, WorkerSession
-from hybridtrain.training.step.guard import Guard, OnFault
-from hybridtrain.training.step.shared_buffers import shared
-from hybridtrain.training.step.trained_parameters import ordered_parameters, sparse_slots
-from hybridtrain.training.step.worker_step import StepParts, WorkerStep
-from hybridtrain.updates import Saved
-from hybridtrain.updates.groups import puts_off, takes_sparse
-from hybridtrain.worker.client import Client
-from hybridtrain.worker.finite import FiniteCheck
-from hybridtrain.worker.tickets import NotNeeded
 
 
 class Session(WorkerSession):
@@ -186,7 +186,7 @@ class Session(WorkerSession):
         pairs = zip(self.steps, saved, strict=True)
         return self.saved.with_inner([s.state_dict(self._unscheduled(s, x)) for s, x in pairs])
 
-    def _unscheduled(self, step: WorkerStep, saved: Saved) -> Saved:
+    def _unscheduled(self, step: WorkerStep, saved: SavedOptimizer) -> SavedOptimizer:
         """Leave out rates that a schedule on a plateau moves: the server has those of the last
         push, perhaps of a worker that had not heard of a call. (Others mark their groups.)
         """

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.step.session import Session
-from hybridtrain.worker.client import Client
 
 
 class StepRollback:

@@ -21,15 +21,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.jobs.loops import group, note, noted
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.memory.limits import available_bytes
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.protocol.messages import GradientPush, Install, Share
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.updates.serialize import dump
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worlds.process_world import ProcessWorld
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Layout, Store
-from hybridtrain.memory.limits import available_bytes
-from hybridtrain.policies import make_policy
-from hybridtrain.protocol.messages import GradientPush, Install, Share
-from hybridtrain.server.server import Server
-from hybridtrain.updates.serialize import dump
-from hybridtrain.worker.client import Client
-from hybridtrain.worlds.local.process_world import ProcessWorld
 
 _FEWEST, _MOST = 3, 400
 _SHARE = 0.8  # of the memory that is free: more is not asked for
@@ -51,7 +51,7 @@ def room_for(n_bytes: int) -> None:
 def hybrid(parameters: int, workers: int, seconds: float) -> float:
     """Ours: masters, two moments, and a row for each worker."""
     room_for(4 * parameters * (3 + workers))
-    server = Server(make_policy("hybrid"), workers, len(os.sched_getaffinity(0)))
+    server = ParameterServer(make_policy("hybrid"), workers, len(os.sched_getaffinity(0)))
     world = ProcessWorld(server, workers)
     return float(world.run(partial(_push, parameters, seconds))[0])
 

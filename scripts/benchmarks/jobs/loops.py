@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.jobs.models import MODELS, Trained, loader
 from hybridtrain import HybridStrategy
-from hybridtrain.schemes import parts_of
+from hybridtrain.engine.options.schemes import parts_of
 
 _FILE = "took.json"
 

@@ -23,10 +23,10 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from benchmarks.jobs.loops import Timer, loop, note, noted, trainer, warm_up
 from benchmarks.jobs.models import MODELS, Trained, loader
-from hybridtrain.memory import Arena, Layout, Store
-from hybridtrain.updates.mean import merge
-from hybridtrain.worlds.local.parent_death import die_with_parent
-from hybridtrain.worlds.local.worker_main import keep_freed_memory
+from hybridtrain.engine.memory import Arena, Layout, Store
+from hybridtrain.engine.updates.mean import merge
+from hybridtrain.engine.worlds.parent_death import die_with_parent
+from hybridtrain.engine.worlds.worker_main import keep_freed_memory
 
 _CHUNK = 1 << 16
 _F32 = torch.float32

@@ -19,7 +19,7 @@ import torch
 from benchmarks.frame import Frame
 from benchmarks.rows import Row, Skipped
 from benchmarks.runs import Job
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.updates.thread_pool import Pool
 
 BYTES = {"copy": 8, "triad": 12, "in place": 12, "update": 28}  # an element
 

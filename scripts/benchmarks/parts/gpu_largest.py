@@ -18,9 +18,9 @@ from benchmarks.jobs.exchange import room_for
 from benchmarks.jobs.gpu_models import HOST_BYTES, parameters_of
 from benchmarks.rows import NOTHING_ASKED, Row, Skipped, compare
 from benchmarks.runs import Job, RunFailed
+from hybridtrain.engine.memory.limits import gpus
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight.machine_checks import chosen
-from hybridtrain.memory.limits import gpus
 
 BUDGET = 4 * 2**30  # bytes of the GPU
 _MOST_LAYERS = 256

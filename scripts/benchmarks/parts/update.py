@@ -24,10 +24,10 @@ from benchmarks.jobs.peers import Peer, deepspeed_adam, numba_pass
 from benchmarks.parts.bandwidth import bandwidth
 from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
 from benchmarks.runs import Job
-from hybridtrain.memory import Layout, Store
-from hybridtrain.updates.base import Contribution, StepInput
-from hybridtrain.updates.factory import build_update
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.updates.base import Contribution, StepInput
+from hybridtrain.engine.updates.factory import build_update
+from hybridtrain.engine.updates.thread_pool import Pool
 
 W = 2
 GOALS = {"1e5": Goal(20, 40), "1e6": Goal(12, 25), "1e7": Goal(7, 12), "1e8": Goal(7, 8)}

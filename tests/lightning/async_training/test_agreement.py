@@ -89,7 +89,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("policy", "on_failure", "late", "how"), but_slow(CASES, lambda _, number: number % 17 > 0)
 )
-def test_all_know_what_was_saved_whichever_steps_they_saw(
+def test_all_workers_know_which_checkpoints_were_saved_whichever_steps_they_saw(
     policy: str, on_failure: str, late: int, how: str, tmp_path: Path
 ) -> None:
     (folder := tmp_path / "known").mkdir()
@@ -180,7 +180,7 @@ STOPS = [
     ("policy", "on_failure", "who", "validation"),
     but_slow(STOPS, lambda _, number: number % 29 > 0),
 )
-def test_one_that_wants_to_stop_stops_all(
+def test_one_worker_that_wants_to_stop_stops_all_workers(
     policy: str, on_failure: str, who: int, validation: int, tmp_path: Path
 ) -> None:
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -202,7 +202,7 @@ def test_one_that_wants_to_stop_stops_all(
     ("policy", "on_failure"),
     by_default([*POLICIES, ("ssp", "continue")], ("ssp", "continue")),
 )
-def test_time_is_over_for_all(policy: str, on_failure: str) -> None:
+def test_max_time_ends_all_workers(policy: str, on_failure: str) -> None:
     _, trainer = fit(
         HybridStrategy(policy, on_failure=on_failure),
         2,
@@ -230,7 +230,7 @@ class Behind(Regression):
     ("policy", "on_failure"),
     by_default([("async", "restart"), ("hogwild", "stop")], ("async", "restart")),
 )
-def test_an_epoch_of_which_a_worker_has_had_nothing(
+def test_a_worker_without_a_mini_batch_in_an_epoch_disturbs_no_checkpoint_or_early_stopping(
     policy: str, on_failure: str, who: int, tmp_path: Path
 ) -> None:
     keep = ModelCheckpoint(tmp_path, monitor="train/loss", save_top_k=2, save_last=True)
@@ -258,7 +258,9 @@ class Growing(Regression):
         return DataLoader(regression_data(n), batch_size=1)
 
 
-def test_who_rests_in_a_validation_knows_that_what_waited_for_it_is_saved(tmp_path: Path) -> None:
+def test_a_worker_that_rests_in_a_validation_knows_that_the_delayed_checkpoint_is_saved(
+    tmp_path: Path,
+) -> None:
     keep = ModelCheckpoint(
         tmp_path,
         filename="{step}",

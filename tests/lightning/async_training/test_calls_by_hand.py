@@ -123,7 +123,7 @@ def test_calls_of_all_workers_add_up(
     assert rates == used == pytest.approx([0.01 * GAMMA ** TIMES[where]])
 
 
-def test_turns_give_the_bits_of_one_worker() -> None:
+def test_schedules_stepped_by_hand_by_workers_in_turn_give_the_bits_of_one_worker() -> None:
     schedule = partial(ReduceLROnPlateau, patience=2, factor=0.5)
     for module in (lambda: ByHand("batch"), lambda: ByHand("metric", n=2, schedule=schedule)):
         one, two = (fit("synchronous", w, 4, module, max_epochs=EPOCHS)[0] for w in (1, 2))
@@ -131,14 +131,18 @@ def test_turns_give_the_bits_of_one_worker() -> None:
 
 
 @pytest.mark.parametrize("strategy", by_default(EACH, "async"))
-def test_every_nth_mini_batch_is_that_of_each_worker(tmp_path: Path, strategy: str) -> None:
+def test_every_nth_mini_batch_at_which_a_schedule_is_stepped_is_counted_in_each_worker(
+    tmp_path: Path, strategy: str
+) -> None:
     _, trainer = fit(strategy, 2, 4, lambda: ByHand("third"), max_epochs=EPOCHS)
     (calls,), *_ = saved(trainer, tmp_path)
     assert BATCHES // 3 * EPOCHS - EPOCHS <= calls <= BATCHES // 3 * EPOCHS
 
 
 @pytest.mark.parametrize("strategy", by_default(EACH, "async"))
-def test_each_of_several_optimizers_has_its_own(tmp_path: Path, strategy: str) -> None:
+def test_each_of_several_optimizers_has_a_count_of_schedule_calls_of_its_own(
+    tmp_path: Path, strategy: str
+) -> None:
     _, trainer = fit(strategy, 2, 4, lambda: ByHand("batch", n=2), max_epochs=EPOCHS)
     whole = 2 * BATCHES * EPOCHS
     if strategy == "ssp":  # gradients of workers that wait are merged
@@ -149,7 +153,9 @@ def test_each_of_several_optimizers_has_its_own(tmp_path: Path, strategy: str) -
 
 
 @pytest.mark.parametrize("strategy", by_default(EACH, "async"))
-def test_a_metric_goes_with_the_call(tmp_path: Path, strategy: str) -> None:
+def test_a_plateau_schedule_stepped_by_hand_gets_the_metric_of_each_call(
+    tmp_path: Path, strategy: str
+) -> None:
     module = partial(ByHand, "metric", schedule=partial(ReduceLROnPlateau, patience=3, factor=0.5))
     _, trainer = fit(strategy, 2, 4, module, max_epochs=EPOCHS)
     calls, rates, used = saved(trainer, tmp_path)

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.policies import (
+from hybridtrain.engine.policies import (
     BoundedStaleness,
     FirstK,
     RoundRobin,

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.exchanges import Requirements, begin_policy, exchange_of
+from hybridtrain.engine.exchanges import Requirements, begin_policy, exchange_of
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.samplers import EpochPlan, Seeded
 from hybridtrain.lightning.async_training.expected_updates import batches_of, updates_of
-from hybridtrain.policies import make_policy
-from hybridtrain.training.samplers import EpochPlan, Seeded
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 
@@ -45,7 +45,9 @@ class Asks(Regression):
         pytest.param("async", 2, {"max_steps": 7}, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_known_is_what_is_made(policy: Any, workers: int, options: Any) -> None:
+def test_expected_updates_equal_the_updates_made_where_the_number_is_known(
+    policy: Any, workers: int, options: Any
+) -> None:
     strategy = HybridStrategy(policy=policy)
     module, trainer = fit(strategy, workers, 4, Asks, regression_data(43), max_epochs=2, **options)
     assert isinstance(module, Asks)
@@ -60,7 +62,7 @@ def test_what_is_known_is_what_is_made(policy: Any, workers: int, options: Any) 
     [("backup", 8), ("k_async", 8), ("softsync", 8), ("k_batch_sync", 8), ("ssp", 30)],
 )
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_an_estimate_is_near_and_no_scheduler_goes_beyond(
+def test_estimated_updates_are_near_and_no_scheduler_goes_beyond_them(
     policy: str, fewer: int, accumulated: int
 ) -> None:
     options: Any = {"accumulate_grad_batches": accumulated, "max_epochs": 2}
@@ -82,7 +84,7 @@ class Listens(Regression):
         return super().configure_optimizers()
 
 
-def test_of_a_stream_lightning_says_what_it_always_says() -> None:
+def test_expected_updates_of_a_stream_are_the_value_that_lightning_gives() -> None:
     module, trainer = Listens(), make_trainer("async", 1, max_epochs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,7 +114,9 @@ def test_of_a_stream_lightning_says_what_it_always_says() -> None:
     ],
     ids=str,
 )
-def test_updates_of_a_policy(policy: Any, workers: int, updates: int) -> None:
+def test_expected_updates_follow_from_the_policy_and_the_number_of_workers(
+    policy: Any, workers: int, updates: int
+) -> None:
     made = make_policy(policy)
     requirements = begin_policy(made, exchange_of(made), workers)
     assert updates_of(requirements, pushes=100, epochs=2) == updates
@@ -126,6 +130,8 @@ def test_a_policy_that_says_nothing_makes_an_update_of_each() -> None:
     ("sizes", "drop_last", "batches"),
     [((4, 4), False, 11), ((4, 4), True, 10), ((2, 6), False, 11), ((50, 50), True, 0)],
 )
-def test_mini_batches_of_the_queue(sizes: Any, drop_last: bool, batches: int) -> None:
+def test_expected_mini_batches_follow_from_batch_sizes_and_drop_last(
+    sizes: Any, drop_last: bool, batches: int
+) -> None:
     plan = partial(EpochPlan, Seeded(43, None), 43)
     assert batches_of(plan(sizes, drop_last)) == batches

@@ -23,9 +23,9 @@ from pytorch_lightning.callbacks import (
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.step.in_place import InPlaceOptimizer
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight.strategy_checks import check_lock_free
-from hybridtrain.training.step.in_place import InPlace
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
 from tests.picking import by_default
 from tests.support.ends import first
@@ -65,7 +65,7 @@ class Count(pl.LightningModule):
         self.mark = mark
 
     def on_train_start(self) -> None:
-        step, left = InPlace._step, [3]
+        step, left = InPlaceOptimizer._step, [3]
 
         def stepping(*args: Any) -> None:
             left[0] -= 1
@@ -73,7 +73,7 @@ class Count(pl.LightningModule):
                 os.kill(os.getpid(), signal.SIGKILL)
             step(*args)
 
-        InPlace._step = stepping  # type: ignore[method-assign]
+        InPlaceOptimizer._step = stepping  # type: ignore[method-assign]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return -self.counts[batch[0]].mean()
@@ -121,7 +121,7 @@ class FailedUntold(KilledUntold):
 def test_steps_that_a_lost_worker_has_made_and_not_told_of_count(
     make: type[KilledUntold], monkeypatch: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybridtrain.worker.makers.in_place._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.engine.worker.makers.in_place._TELL_S", 1e9)
     module = make(tmp_path / "died")
     module.counts = torch.nn.Parameter(torch.zeros(240))
     strategy = HybridStrategy("hogwild", on_failure="restart")
@@ -213,7 +213,7 @@ def halving(optimizer: Any) -> Any:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_a_schedule_in_steps_with_whatever_lightning_does_around_a_step(
+def test_one_worker_with_a_schedule_in_steps_equals_one_device_with_each_trainer_option(
     options: dict[str, Any],
 ) -> None:
     module = partial(Regression, MAKES["adam"], halving)
@@ -227,13 +227,13 @@ def test_a_schedule_in_steps_with_whatever_lightning_does_around_a_step(
 def steps_of_workers(monkeypatch: Any) -> torch.Tensor:
     """How many steps each worker has made itself, (W,)."""
     counts = torch.zeros(4, dtype=torch.int64).share_memory_()
-    made = InPlace._step
+    made = InPlaceOptimizer._step
 
-    def step(self: InPlace, steps: Any) -> None:
+    def step(self: InPlaceOptimizer, steps: Any) -> None:
         counts[self._client.worker] += 1
         made(self, steps)
 
-    monkeypatch.setattr(InPlace, "_step", step)
+    monkeypatch.setattr(InPlaceOptimizer, "_step", step)
     return counts
 
 
@@ -397,7 +397,9 @@ class Adversaries(pl.LightningModule):
         return [first, OPTIM.SGD(self.other.parameters(), lr=0.001, momentum=0.9)]
 
 
-def test_several_optimizers_stepped_by_hand(steps_of_workers: torch.Tensor) -> None:
+def test_several_optimizers_stepped_by_hand_equal_one_device_to_the_bit(
+    steps_of_workers: torch.Tensor,
+) -> None:
     alone, _ = fit("auto", 1, 8, Adversaries, overfit_batches=1.0)
     done, trainer = fit(hogwild(), 1, 8, Adversaries, overfit_batches=1.0)
     assert distance(alone, done) == 0.0
@@ -438,7 +440,9 @@ class Resetting(Regression):
             self.optimizers().optimizer.state.clear()
 
 
-def test_user_code_may_change_the_state(steps_of_workers: torch.Tensor) -> None:
+def test_user_code_may_change_the_shared_state_of_the_optimizer(
+    steps_of_workers: torch.Tensor,
+) -> None:
     module = partial(Resetting, MAKES["adam"])
     alone, _ = fit("auto", 1, 8, module, overfit_batches=1.0)
     done, _ = fit(hogwild(), 1, 8, module, overfit_batches=1.0)
@@ -586,7 +590,7 @@ class Dropping(Regression):
 
 
 @pytest.mark.slow
-def test_alone_it_is_ddp_with_one_process_to_the_bit() -> None:
+def test_one_hogwild_worker_equals_ddp_with_one_process_to_the_bit() -> None:
     """Shuffled, and with dropout: in the order, and with the random numbers, that DDP has."""
     module = partial(Dropping, partial(torch.optim.Adam, lr=0.01))
     theirs, _ = fit("ddp_fork", 1, 4, module, regression_data(37))
@@ -640,6 +644,6 @@ def test_user_code_may_change_private_state(steps_of_workers: torch.Tensor) -> N
     assert int(steps_of_workers[0]) == 3 * 6, "the server makes none"
 
 
-def test_another_place_for_the_state_is_refused() -> None:
+def test_an_optimizer_state_other_than_shared_or_private_is_refused() -> None:
     with pytest.raises(UserError, match=r"optimizer_state=.mine. .* shared or private"):
         hogwild(exchange={"name": "in_place", "optimizer_state": "mine"})

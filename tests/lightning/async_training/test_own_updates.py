@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.memory import Store
-from hybridtrain.memory.counters import MadeSteps
-from hybridtrain.protocol.messages import MadeStep, Push
-from hybridtrain.server.server import Server
-from hybridtrain.updates.flat.lent_state import LentFlatUpdate
+from hybridtrain.engine.memory import Store
+from hybridtrain.engine.memory.counters import MadeSteps
+from hybridtrain.engine.protocol.messages import MadeStep, Push
+from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.updates.flat.lent_state import LentFlatUpdate
 from tests.lightning.async_training.test_untold_steps import Count, Indices
 from tests.lightning.step.test_shared_rounds import (
     CASES,
@@ -41,21 +41,23 @@ def use_async(case: dict[str, Any], **options: Any) -> dict[str, Any]:
 @pytest.fixture
 def made(monkeypatch: Any) -> Counter[bool]:
     """How many updates workers have made themselves, and how many the server."""
-    seen, on = Counter[bool](), Server.on
+    seen, on = Counter[bool](), ParameterServer.on
 
-    def counted(server: Server, event: Any) -> Any:
+    def counted(server: ParameterServer, event: Any) -> Any:
         if isinstance(push := getattr(event, "message", None), Push) and push.weight > 0:
             own = isinstance(push, MadeStep)
             seen[own] += 1 + len(push.former) if own else 1
         return on(server, event)
 
-    monkeypatch.setattr(Server, "on", counted)
+    monkeypatch.setattr(ParameterServer, "on", counted)
     return seen
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", by_default(ALONE, "Adam", "schedule", "accumulated"))
-def test_the_bits_of_one_worker_are_those_of_the_server(case: str, made: Counter[bool]) -> None:
+def test_updates_that_one_worker_makes_itself_have_the_bits_of_the_servers(
+    case: str, made: Counter[bool]
+) -> None:
     mine = trained(**use_async(ALONE[case]))
     n_own, n_asked = made[True], made[False]
     theirs = by_the_server(**use_async(ALONE[case]))
@@ -69,7 +71,9 @@ def test_the_bits_of_one_worker_are_those_of_the_server(case: str, made: Counter
 
 
 @pytest.mark.parametrize("what", UNUSUAL)
-def test_what_is_unusual_the_server_does(what: str, made: Counter[bool]) -> None:
+def test_unusual_updates_are_made_by_the_server_with_the_same_bits(
+    what: str, made: Counter[bool]
+) -> None:
     options = {"make": lambda p: torch.optim.SGD(p, lr=0.01), **UNUSUAL[what]}
     mine = trained(**use_async(options))
     assert 2 <= made[False] < STEPS < made[True]
@@ -79,14 +83,16 @@ def test_what_is_unusual_the_server_does(what: str, made: Counter[bool]) -> None
 
 
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
-def test_an_update_by_name_is_the_servers(policy: str, made: Counter[bool]) -> None:
+def test_an_update_that_is_given_by_name_is_made_by_the_server(
+    policy: str, made: Counter[bool]
+) -> None:
     """Workers know only the user's own optimizer."""
     update = {"name": "sgd", "lr": 0.01, "momentum": 0.9}
     trainer = trained(2, strategy=HybridStrategy(policy, update=update))
     assert not made[True] and made[False] >= trainer.strategy.run_stats()["updates"]
 
 
-def test_a_run_that_is_recorded_is_made_in_the_same_way(
+def test_workers_make_their_updates_themselves_in_a_recorded_run_as_well(
     made: Counter[bool], tmp_path: Path
 ) -> None:
     trained(**use_async({}, record=tmp_path / "record"))
@@ -105,7 +111,7 @@ class Level(Count):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def test_nobody_computes_with_half_an_update(
+def test_no_worker_computes_with_half_an_update(
     made: Counter[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     refreshed, refresh = list[int](), Store.refresh
@@ -210,7 +216,7 @@ def dies(patch: Any, when: str, flag: Path) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "in the middle", "behind"])
 @pytest.mark.parametrize("on_failure", by_default(["restart", "continue"], "restart"))
-def test_who_is_killed_leaves_a_whole_update_or_none(
+def test_a_killed_worker_leaves_a_whole_update_or_none(
     when: str, on_failure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     dies(monkeypatch, when, tmp_path / "killed")
@@ -226,7 +232,7 @@ def test_who_is_killed_leaves_a_whole_update_or_none(
     assert float(state["step"]) == 200
 
 
-def test_who_is_stopped_in_an_update_is_killed_and_the_others_go_on(
+def test_a_worker_stopped_in_an_update_is_killed_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     keep, flag = LentFlatUpdate.keep, tmp_path / "stopped"

@@ -55,7 +55,7 @@ class Plateau(Regression):
 @pytest.mark.parametrize(
     ("strategy", "workers", "frequency", "accumulated"), by_default(CELLS, *CHOSEN)
 )
-def test_it_steps_behind_every_update_that_is_due(
+def test_a_plateau_schedule_by_step_is_stepped_behind_every_update_that_is_due(
     strategy: str, workers: int, frequency: int, accumulated: int, tmp_path: Path
 ) -> None:
     module, trainer = fit(
@@ -97,7 +97,9 @@ def rates(strategy: Any, workers: int, frequency: int, validates: bool) -> Any:
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize("workers", by_default([1, 2, 3], 2))
 @pytest.mark.parametrize("frequency", by_default([1, 3], 1))
-def test_turns_give_the_bits_of_one_device(workers: int, frequency: int, validates: bool) -> None:
+def test_a_plateau_schedule_of_workers_in_turn_gives_the_bits_of_one_device(
+    workers: int, frequency: int, validates: bool
+) -> None:
     ours = HybridStrategy("synchronous", keep_order=True)
     (one, due), (many, made) = (
         rates(strategy, n, frequency, validates) for strategy, n in (("auto", 1), (ours, workers))
@@ -107,5 +109,7 @@ def test_turns_give_the_bits_of_one_device(workers: int, frequency: int, validat
 
 
 @pytest.mark.parametrize("strategy", by_default(["async", "hogwild", "downpour"], "async"))
-def test_behind_the_last_update_of_an_epoch_with_a_validation_too(strategy: str) -> None:
+def test_a_plateau_schedule_is_also_stepped_behind_the_last_update_before_a_validation(
+    strategy: str,
+) -> None:
     assert rates(strategy, 3, 1, validates=True)[1] == EPOCHS * 22

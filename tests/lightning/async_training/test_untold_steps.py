@@ -33,7 +33,7 @@ def wait_until(there: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def tell_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that steps are not told of because some time has passed."""
-    monkeypatch.setattr("hybridtrain.worker.makers.in_place._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.engine.worker.makers.in_place._TELL_S", 1e9)
 
 
 class Indices(Dataset[Any]):
@@ -149,7 +149,7 @@ class Stream(IterableDataset[Any]):
     by_default([(1, False), (2, False), (1, True)], (2, False), (1, True)),
 )
 @pytest.mark.parametrize("policy", by_default(["hogwild", "async"], "async"))
-def test_of_a_lost_worker_all_steps_count(
+def test_all_steps_that_a_lost_worker_has_made_count(
     policy: str, accumulated: int, stream: bool, tmp_path: Path
 ) -> None:
     module, path = KilledUntold(240, tmp_path), tmp_path / "last.ckpt"
@@ -200,7 +200,7 @@ def test_steps_with_mini_batches_of_two_loaders_are_asked_for(
     monkeypatch: Any, tmp_path: Path
 ) -> None:
     """Else nobody would know which of these have been made, should the worker be lost."""
-    monkeypatch.setattr("hybridtrain.worker.makers.in_place._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.engine.worker.makers.in_place._TELL_S", 1e9)
     module = Two(120, tmp_path)
     loaders = CombinedLoader({key: DataLoader(Indices(60), 2) for key in "ab"}, "max_size")
     make_trainer("hogwild", 1, max_epochs=1).fit(module, loaders)

@@ -64,7 +64,7 @@ CASES = list(
     ("policy", "max_steps", "late", "before_any", "n", "on_failure"),
     but_slow(CASES, lambda _, number: number % 40 > 0),
 )
-def test_steps_that_end_in_mid_epoch(
+def test_max_steps_in_mid_epoch_ends_all_free_running_workers(
     policy: str, max_steps: int, late: int, before_any: bool, n: int, on_failure: str
 ) -> None:
     strategy = HybridStrategy(policy, on_failure=on_failure)
@@ -73,7 +73,7 @@ def test_steps_that_end_in_mid_epoch(
 
 
 @pytest.mark.parametrize("policy", by_default(FREE, "synchronous", "hogwild"))
-def test_fewer_mini_batches_than_workers(policy: str) -> None:
+def test_epochs_with_fewer_mini_batches_than_workers_are_each_validated(policy: str) -> None:
     module, trainer = fit(policy, 3, 4, Waiting, data=regression_data(8))
     assert (trainer.global_step, trainer.current_epoch) == (6, 3)
     assert module.validations == 3
@@ -83,7 +83,7 @@ def test_fewer_mini_batches_than_workers(policy: str) -> None:
     ("policy", "on_failure"),
     by_default([*product(FREE[:3], ["stop"]), ("async", "restart")], ("async", "stop")),
 )
-def test_a_run_that_goes_on_with_less_left_than_there_are_workers(
+def test_a_resumed_epoch_with_fewer_mini_batches_left_than_workers_is_validated(
     policy: str, on_failure: str, tmp_path: Path
 ) -> None:
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -116,7 +116,9 @@ def test_an_epoch_that_the_module_cancels_is_not_validated(policy: str, on_failu
         [*product(FREE, ["stop"]), ("async", "restart")], ("hogwild", "stop"), ("async", "restart")
     ),
 )
-def test_where_one_worker_cancels_it_all_validate(policy: str, on_failure: str, who: int) -> None:
+def test_all_workers_validate_an_epoch_that_one_of_them_cancels(
+    policy: str, on_failure: str, who: int
+) -> None:
     strategy = HybridStrategy(policy, on_failure=on_failure)
     module, trainer = fit(strategy, 2, 4, Waiting(who, before_any=True, cancels=1))
     assert trainer.current_epoch == module.validations == 3

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.memory import Store
 from hybridtrain.lightning.step.session import writes_itself
-from hybridtrain.memory import Store
 from tests.lightning.toys import distance, fit
 from tests.support.ends import first
 

@@ -25,7 +25,7 @@ from hybridtrain.lightning.checkpointing import checkpoint_sizes
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
 from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_shapes, check_sizes
-from hybridtrain.training.saved_run import _is_plain
+from hybridtrain.standalone.saved_run import _is_plain
 from hybridtrain.util.files import fault_of
 from tests.cli.tiny import TinyData
 from tests.fuzzing.mutations import _put, faults, places
@@ -99,7 +99,7 @@ def test_a_tensor_of_a_few_bytes_that_stands_for_gigabytes_is_refused_wherever_i
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["fit", "validate", "test", "predict"])
-def test_from_python_it_is_refused_before_a_worker_copies_it(
+def test_a_tensor_that_stands_for_terabytes_is_refused_before_a_worker_copies_it(
     kind: str, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = saved("hybrid")

@@ -156,7 +156,7 @@ class Failing(Regression):
 
 
 @pytest.mark.parametrize("n", by_default([2, 3], 2, 3))
-def test_nor_one_of_a_step_that_was_broken_off_with_any_number_of_workers(
+def test_a_loader_that_knows_its_place_loses_no_sample_of_a_step_that_was_broken_off(
     n: int, tmp_path: Path
 ) -> None:
     """Its place is that of what has been fetched, and of other shares."""

@@ -108,7 +108,7 @@ def test_dropout_goes_on_to_the_same_bits(
     assert torch.equal(resumed, whole)
 
 
-def test_it_goes_on_between_two_epochs_as_well(tmp_path: Path) -> None:
+def test_dropout_resumed_between_two_epochs_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     noisy(tmp_path / "a", max_epochs=2, kind=Noisier)
     resumed, _ = noisy(tmp_path / "b", ckpt=tmp_path / "a" / "last.ckpt", kind=Noisier)
     whole, _ = noisy(tmp_path / "c", kind=Noisier)

@@ -27,8 +27,8 @@ from hybridtrain import HybridStrategy
 from hybridtrain.lightning.checkpointing.mid_epoch import (
     EpochEnds,
     EpochPosition,
-    Resumed,
-    Schedules,
+    ResumedEpoch,
+    SavedSchedules,
 )
 from hybridtrain.lightning.data.epoch_state import EpochEvent
 from tests.lightning.checkpointing.test_resume import same
@@ -67,7 +67,9 @@ def waits(checkpoint: dict[str, Any]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", by_default([3, 6, 11], 11))
-def test_of_an_epoch_that_was_broken_off(at: int, tmp_path: Path) -> None:
+def test_a_run_resumed_in_an_epoch_that_was_broken_off_ends_as_an_undisturbed_run(
+    at: int, tmp_path: Path
+) -> None:
     make = partial(Noisy, schedule=plateau("val/loss"))
     whole = run(tmp_path / "whole", make)
     assert rate(whole) == pytest.approx(0.001), "the last of three epochs counts after it is saved"
@@ -98,7 +100,9 @@ ONE_OF_EACH = [("at the end of epochs", "limited")]
 @pytest.mark.parametrize(
     ("saving", "options"), but_slow(CASES, lambda case, _: case not in ONE_OF_EACH)
 )
-def test_from_every_checkpoint_of_a_run(saving: str, options: str, tmp_path: Path) -> None:
+def test_a_run_resumed_from_any_of_its_checkpoints_ends_as_an_undisturbed_run(
+    saving: str, options: str, tmp_path: Path
+) -> None:
     """Also from those that callbacks write at the end of a mini-batch, a validation, an epoch."""
     validated = options != "without validation"
     make = partial(Noisy, schedule=plateau("val/loss" if validated else "train/loss"))
@@ -178,7 +182,7 @@ BROKEN_OFF = [
 @pytest.mark.parametrize(
     ("who", "when", "how", "options"), but_slow(BROKEN_OFF, lambda _, number: number % 14 > 0)
 )
-def test_of_an_epoch_whose_validation_was_broken_off(
+def test_a_run_resumed_in_a_validation_that_was_broken_off_ends_as_an_undisturbed_run(
     who: int, when: int, how: str, options: str, tmp_path: Path
 ) -> None:
     settings = {"validation": 16, **WITHIN[options]}
@@ -204,7 +208,9 @@ def test_of_an_epoch_whose_validation_was_broken_off(
 
 
 @pytest.mark.parametrize("how", by_default(["raise", "die", "stop"], "raise"))
-def test_of_a_validation_of_averaged_weights(how: str, tmp_path: Path) -> None:
+def test_a_run_resumed_in_a_validation_of_averaged_weights_goes_on_with_its_trained_weights(
+    how: str, tmp_path: Path
+) -> None:
     """Training goes on with the weights that it trains, which are not the ones being validated."""
 
     def train(name: str, ckpt_path: Path | None = None, **failure: Any) -> dict[str, Any]:
@@ -256,7 +262,7 @@ class Late(EarlyStopping):
             time.sleep(HEAD_START_S)
 
 
-def test_whose_end_nobody_had_heard_of(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_an_epoch_whose_end_no_callback_had_seen(tmp_path: Path) -> None:
     """Callbacks that look at the end of the epoch do it when the run goes on."""
 
     def train(name: str, ckpt_path: Path | None = None, interrupts: bool = False) -> dict[str, Any]:
@@ -308,7 +314,7 @@ ENDED = [  # the resumed run's policy; where worker 1 fails; accumulated mini-ba
 @pytest.mark.parametrize(
     ("policy", "limit", "then", "fails_at", "every"), but_slow(ENDED, lambda _, number: number > 4)
 )
-def test_which_one_worker_had_ended_is_ended_once(
+def test_a_resumed_epoch_that_one_worker_had_already_ended_is_ended_once(
     policy: str, limit: int | None, then: str, fails_at: int, every: int, tmp_path: Path
 ) -> None:
     def train(name: str, by: str, ckpt: Path | None = None, fails_at: int | None = None) -> Any:
@@ -344,7 +350,7 @@ def test_which_one_worker_had_ended_is_ended_once(
         assert rates[0] == pytest.approx(rates[1], rel=1e-12)
 
 
-def test_which_all_remaining_workers_have_ended_is_over(tmp_path: Path) -> None:
+def test_an_epoch_that_all_remaining_workers_have_ended_is_over(tmp_path: Path) -> None:
     """The share of a worker that is lost and does not come back is nobody's."""
     keep = ModelCheckpoint(tmp_path, "end", save_on_train_epoch_end=False)
     trainer = make_trainer(
@@ -389,12 +395,14 @@ def test_saving_leaves_the_schedules_of_the_run_as_they_are(tmp_path: Path) -> N
 
 def test_groups_that_an_optimizer_has_got_since_stay_in_its_state() -> None:
     state = {"param_groups": [{"lr": 2.0, "params": [0]}, {"lr": 3.0, "params": [1]}]}
-    given = Schedules([], [({"lr": 1.0},)]).give({"lr_schedulers": [], "optimizer_states": [state]})
+    given = SavedSchedules([], [({"lr": 1.0},)]).give(
+        {"lr_schedulers": [], "optimizer_states": [state]}
+    )
     assert [group["lr"] for group in given["optimizer_states"][0]["param_groups"]] == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("over", [True, False])
-def test_which_a_callback_had_cut_short(over: bool) -> None:
+def test_a_resumed_epoch_that_a_callback_had_cut_short_is_over(over: bool) -> None:
     """It is over though its last mini-batch was not the last that there was."""
 
     def nothing() -> None: ...
@@ -409,7 +417,7 @@ def test_which_a_callback_had_cut_short(over: bool) -> None:
     position = EpochPosition(trainer)
     EpochEnds(trainer, position)
     event = EpochEvent.RESUMES_AT_END if over else EpochEvent.RESUMES
-    position.resume(Resumed(0, 3, [], event=event))
+    position.resume(ResumedEpoch(0, 3, [], event=event))
     if over:
         with pytest.raises(StopIteration):
             loop.advance()
@@ -447,7 +455,9 @@ def test_what_a_validation_said_is_known_until_the_next_one(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", by_default([0, 1], 0))
-def test_in_a_worker_that_comes_back(who: int, tmp_path: Path) -> None:
+def test_a_restarted_worker_ends_its_epoch_as_in_an_undisturbed_run(
+    who: int, tmp_path: Path
+) -> None:
     def train(*callbacks: pl.Callback) -> pl.Trainer:
         torch.manual_seed(7)
         module, strategy = Noisy(schedule=plateau("val/loss")), HybridStrategy(on_failure="restart")
@@ -475,7 +485,9 @@ class FailsAtItsBeginning(pl.Callback):
 
 
 @pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "hybrid", "async"))
-def test_whose_beginning_failed_is_trained(policy: str, tmp_path: Path) -> None:
+def test_an_epoch_whose_beginning_failed_is_trained_by_the_resumed_run(
+    policy: str, tmp_path: Path
+) -> None:
     """Hooks of its beginning run before Lightning forgets the mini-batches of the one before."""
 
     def train(path: Path | None, *callbacks: pl.Callback) -> pl.LightningModule:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition, Resumed
+from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition, ResumedEpoch
 from hybridtrain.lightning.data.epoch_state import (
     RESUMED,
     TABLE,
@@ -72,7 +72,7 @@ def test_lengths_change_for_the_next_epoch_once() -> None:
 @pytest.mark.parametrize("event", [E.RESUMES, E.RESUMES_IN_HOOK, E.RESUMES_AT_END])
 def test_a_resumed_epoch_goes_on_before_its_first_mini_batch(event: EpochEvent) -> None:
     position, current = position_in(2)
-    position.resume(Resumed(2, 3, [], event=event))
+    position.resume(ResumedEpoch(2, 3, [], event=event))
     assert not position.begin() and position.state in RESUMED
     assert position.on(E.GOES_ON) and position.state is S.UNDER_WAY
     assert not position.on(E.GOES_ON)
@@ -83,7 +83,7 @@ def test_a_resumed_epoch_goes_on_before_its_first_mini_batch(event: EpochEvent) 
 
 def test_a_checkpoint_whose_epoch_lightning_takes_for_over_is_not_gone_on_with() -> None:
     position, _ = position_in(3)
-    position.resume(Resumed(2, 3, None))
+    position.resume(ResumedEpoch(2, 3, None))
     assert position.begin() and position.resumed is None and position.state is S.UNDER_WAY
 
 

@@ -18,8 +18,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.worlds.worker_exit import WorkerError
 from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
-from hybridtrain.worlds.local.worker_exit import WorkerError
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -92,13 +92,15 @@ def saved(path: Path) -> dict[str, Any]:
     ),
     ids=lambda ways: "-".join(f"{who}-{way}" for who, way in ways.items()),
 )
-def test_in_lock_step_it_is_of_the_step_before(ways: dict[int, str], tmp_path: Path) -> None:
+def test_the_last_checkpoint_of_a_failed_lock_step_run_is_of_the_step_before(
+    ways: dict[int, str], tmp_path: Path
+) -> None:
     fail(tmp_path, ways)
     assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT
 
 
 @pytest.mark.parametrize("ways", [{0: "die"}, {0: "raise"}, dict.fromkeys(range(3), "raise")])
-def test_where_workers_run_freely_it_is_of_what_was_made(
+def test_a_failed_run_of_free_running_workers_leaves_a_checkpoint_of_the_updates_made(
     ways: dict[int, str], tmp_path: Path
 ) -> None:
     fail(tmp_path, ways, "async")
@@ -118,7 +120,7 @@ class OthersSlow(Failing):
     "policy",
     ["async", *(pytest.param(p, marks=pytest.mark.slow) for p in ("ssp", "k_async", "hogwild"))],
 )
-def test_where_workers_run_freely_it_has_all_updates_that_are_counted(
+def test_the_last_checkpoint_of_free_running_workers_has_all_counted_updates(
     policy: str, tmp_path: Path
 ) -> None:
     _, trainer = fail(tmp_path, {0: "raise"}, policy, made=OthersSlow)
@@ -131,13 +133,17 @@ def test_a_worker_that_is_alone_saves_before_it_says_that_it_has_failed(tmp_path
     assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT
 
 
-def test_too_few_are_left_and_the_first_of_them_saves(tmp_path: Path) -> None:
+def test_the_first_remaining_worker_saves_the_last_checkpoint_if_too_few_are_left(
+    tmp_path: Path,
+) -> None:
     fail(tmp_path, {0: "die"}, on_failure="continue", min_workers=3)
     assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT
 
 
 @pytest.mark.parametrize("on_failure", ["continue", "restart"])
-def test_it_is_there_too_if_nobody_is_left_to_go_on(on_failure: str, tmp_path: Path) -> None:
+def test_a_last_checkpoint_is_saved_even_if_all_workers_fail(
+    on_failure: str, tmp_path: Path
+) -> None:
     fail(tmp_path, dict.fromkeys(range(3), "raise"), on_failure=on_failure)
     assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT
 
@@ -216,14 +222,16 @@ def read_on(folder: Path, on_failure: str) -> pl.Trainer:
     return trainer
 
 
-def test_who_fails_ahead_of_its_release_may_leave_without_it(tmp_path: Path) -> None:
+def test_a_worker_that_fails_ahead_of_its_release_may_leave_without_the_release(
+    tmp_path: Path,
+) -> None:
     trainer = read_on(tmp_path, "continue")
     assert trainer.current_epoch == 2
     assert trainer.strategy.run_stats()["samples"] == 2 * 48
     assert "unreadable" in (tmp_path / "goodbye-1").read_text()
 
 
-def test_who_fails_ahead_of_its_release_has_not_made_the_step(tmp_path: Path) -> None:
+def test_a_worker_that_fails_ahead_of_its_release_has_not_made_the_step(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="unreadable"):
         read_on(tmp_path, "stop")
     assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT - 1
@@ -245,7 +253,7 @@ class FailingLate(Failing):
         return optimizer
 
 
-def test_who_has_not_counted_what_was_made_leaves_it_to_another(
+def test_a_worker_that_has_not_counted_an_update_leaves_the_last_checkpoint_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "Failing", FailingLate)
@@ -281,7 +289,9 @@ def test_the_heir_knows_which_files_are_to_be_deleted_one_day(tmp_path: Path) ->
     assert names == {f"periodic-{AT - 1}.ckpt", f"periodic-{AT}.ckpt"}
 
 
-def test_it_does_not_lie_among_those_of_callbacks(tmp_path: Path) -> None:
+def test_the_last_checkpoint_does_not_lie_in_the_folder_of_callbacks_checkpoints(
+    tmp_path: Path,
+) -> None:
     """Lightning's code and users' lists that folder."""
     fail(tmp_path / "checkpoints", {1: "raise"}, workers=2)
     assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
@@ -294,7 +304,7 @@ def test_it_does_not_lie_among_those_of_callbacks(tmp_path: Path) -> None:
     assert trainer.global_step == 36
 
 
-def test_fast_dev_run_leaves_none(tmp_path: Path) -> None:
+def test_a_failed_fast_dev_run_leaves_no_checkpoint(tmp_path: Path) -> None:
     options = {"enable_checkpointing": True, "fast_dev_run": AT + 1}
     trainer = make_trainer("hybrid", 2, callbacks=[ModelCheckpoint(tmp_path)], **options)
     with pytest.raises(LookupError, match="on purpose"):

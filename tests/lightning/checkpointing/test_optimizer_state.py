@@ -41,7 +41,9 @@ class Monitor(Regression):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_state_is_there_for_whoever_looks(name: str, tmp_path: Path) -> None:
+def test_the_optimizer_state_that_user_code_reads_is_that_of_one_process(
+    name: str, tmp_path: Path
+) -> None:
     seen = {}
     for strategy, workers in (("auto", 1), ("hybrid", 2)):
         folder = tmp_path / strategy
@@ -91,7 +93,9 @@ class Meddling(Regression):
     "meddle", by_default([halve, start_anew, forget_one, load_back], load_back)
 )
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_made_of_the_state_counts(name: str, meddle: Any, tmp_path: Path) -> None:
+def test_changes_that_user_code_makes_to_the_optimizer_state_count(
+    name: str, meddle: Any, tmp_path: Path
+) -> None:
     compare(partial(Meddling, KINDS[name], meddle), tmp_path, max_epochs=3)
 
 
@@ -103,12 +107,12 @@ def test_what_is_changed_after_the_last_step_is_saved(tmp_path: Path) -> None:
     compare(partial(AtTheEnd, KINDS["whole"]), tmp_path)
 
 
-def test_free_running_workers_may_look_and_change_too() -> None:
+def test_free_running_workers_may_read_and_change_the_optimizer_state() -> None:
     _, trainer = fit("async", 2, 6, partial(Meddling, KINDS["flat"], halve))
     assert trainer.global_step == 24
 
 
-def test_looking_for_what_is_not_there_changes_nothing(tmp_path: Path) -> None:
+def test_reading_an_optimizer_state_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
     class Rank0(Meddling):
         def on_train_epoch_start(self) -> None:
             if self.global_rank == 0:

@@ -14,11 +14,11 @@ from pytorch_lightning.loggers import CSVLogger
 from torch.optim.lr_scheduler import ExponentialLR
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.recording import read_record
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing import periodic
 from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
 from hybridtrain.lightning.replay.replay_fit import replay_fit
-from hybridtrain.recording import read_record
 from hybridtrain.util.files import fault_of
 from tests.lightning.checkpointing.test_resume import regression
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
@@ -42,7 +42,7 @@ def saving(*callbacks: Callback) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", [pytest.param("blocking", marks=pytest.mark.slow), "background"])
-def test_the_newest_few_stay_and_a_run_goes_on_from_them_to_the_same_bits(
+def test_the_newest_few_periodic_checkpoints_stay_and_resume_to_the_same_bits(
     how: str, tmp_path: Path
 ) -> None:
     keep = PeriodicCheckpoint(tmp_path / "p", every_updates=4, keep=3)
@@ -70,7 +70,7 @@ def test_free_running_workers_pass_no_multiple_by(policy: str, tmp_path: Path) -
     assert len({step // 5 for step in steps}) == len(steps), "once in each stretch"
 
 
-def test_time_is_enough(tmp_path: Path) -> None:
+def test_periodic_checkpoints_may_be_written_by_time_alone(tmp_path: Path) -> None:
     keep = PeriodicCheckpoint(tmp_path, every_s=0.0, keep=100)
     fit("hybrid", 2, 4, **saving(keep), max_epochs=1)
     assert kept(tmp_path) == [1, 2, 3, 4, 5, 6]
@@ -88,7 +88,7 @@ class Normed(Regression):
 
 
 @pytest.mark.parametrize("by", ["seconds", "Lightning's clock", "updates, resumed"])
-def test_none_is_written_between_accumulated_mini_batches(by: str, tmp_path: Path) -> None:
+def test_no_checkpoint_is_written_between_accumulated_mini_batches(by: str, tmp_path: Path) -> None:
     """A resumed run makes these again, and BatchNorm would count them twice."""
     files = tmp_path / "files"
     callback: Callback = PeriodicCheckpoint(files, every_s=0.0, keep=100)
@@ -126,7 +126,7 @@ def test_a_users_callback_that_saves_sees_accumulated_mini_batches(tmp_path: Pat
     assert (tmp_path / "counted").read_text() == 6 * "."
 
 
-def test_one_device_and_ddp_may_use_it_too(tmp_path: Path) -> None:
+def test_one_device_may_use_the_periodic_checkpoint(tmp_path: Path) -> None:
     keep = PeriodicCheckpoint(tmp_path, every_updates=4, keep=100)
     fit("auto", 1, 8, **saving(keep), max_epochs=2)
     assert kept(tmp_path) == [4, 8, 12]
@@ -170,7 +170,9 @@ def test_a_replay_saves_where_the_clock_had_made_the_run_save(
 
 
 @pytest.mark.parametrize("options", [{"every_s": -1}, {"every_updates": 0}, {"keep": 0}])
-def test_nonsense_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+def test_periodic_checkpoint_options_that_make_no_sense_are_refused(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     name, value = next(iter(options.items()))
     with pytest.raises(UserError, match=f"{name}={value} was given; it must be a (whole )?number "):
         PeriodicCheckpoint(tmp_path, **options)
@@ -184,7 +186,7 @@ class Together(Callback):
 
 
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
-def test_a_collective_meanwhile_is_refused_by_the_checkpoints_name(
+def test_a_collective_during_a_periodic_checkpoint_is_refused_by_the_checkpoints_name(
     policy: str, tmp_path: Path
 ) -> None:
     keep = PeriodicCheckpoint(tmp_path / "p", every_updates=4)

@@ -23,10 +23,10 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.samplers import EpochPlan, Seeded
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.mid_epoch import count_from_zero, read
-from hybridtrain.training.samplers import EpochPlan, Seeded
-from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -409,7 +409,7 @@ def without_our_key(path: Path) -> Path:
     return path
 
 
-def test_what_we_add_lies_under_one_key(tmp_path: Path) -> None:
+def test_a_checkpoint_has_one_key_more_than_lightnings_own(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
     fitted("hybrid", 2, 4, Census(), callbacks=[SaveAt(ours, 2)])
     fitted("auto", 1, 8, Census(), callbacks=[SaveAt(theirs, 2)])
@@ -419,7 +419,7 @@ def test_what_we_add_lies_under_one_key(tmp_path: Path) -> None:
     assert torch.load(ours, weights_only=True)["hybridtrain"]["format"] == 1
 
 
-def test_without_the_key_the_same_mini_batches_are_assumed_and_that_is_said(
+def test_a_checkpoint_without_the_hybridtrain_key_resumes_with_the_same_mini_batches_and_says_so(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "half.ckpt"

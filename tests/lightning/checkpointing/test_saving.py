@@ -313,7 +313,7 @@ def test_optimizers_states_travel_to_the_worker_that_saves_them_and_to_no_other(
     assert "snapshot" in spans(workers["0"]) and "snapshot" not in spans(workers["1"])
 
 
-def test_nonsense_is_refused() -> None:
+def test_an_unknown_way_of_writing_checkpoints_is_refused() -> None:
     with pytest.raises(UserError, match=r"checkpoint='soon' was given; .* blocking or background"):
         HybridStrategy(checkpoint="soon")
 

@@ -32,7 +32,9 @@ class LooksInEachStep(Regression):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", by_default(FREE, "easgd", "async"))
-def test_no_count_is_below_zero(name: str, workers: int, tmp_path: Any) -> None:
+def test_a_checkpoint_made_within_a_step_holds_no_count_below_zero(
+    name: str, workers: int, tmp_path: Any
+) -> None:
     """The first step of the second epoch may change no version: easgd exchanges with others."""
     trainer = make_trainer(
         strategies.make(name, workers), workers, max_epochs=3, default_root_dir=tmp_path

@@ -20,15 +20,15 @@ from torch.utils.data import (
 )
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.samplers import EpochPlan, Seeded, ShareSampler, UnfinishedPass, shares_of
+from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
-from hybridtrain.training.samplers import Begun, EpochPlan, Seeded, ShareSampler, shares_of
-from hybridtrain.worker.client import Client
 from tests.lightning.toys import Recorder, Regression, distance, make_trainer, regression_data
 from tests.picking import by_default
 
 
 def shares(
-    n: int, sizes: tuple[int, ...], drop_last: bool, begun: Begun | None = None
+    n: int, sizes: tuple[int, ...], drop_last: bool, begun: UnfinishedPass | None = None
 ) -> list[list[tuple[list[int], float]]]:
     """Every worker's mini-batches, as a BatchSampler makes them, with their weights.
 
@@ -78,14 +78,14 @@ def test_what_is_left_of_an_epoch_is_dealt_out_exactly_once(
     n: int, start: int, sizes: tuple[int, ...], drop_last: bool
 ) -> None:
     start = min(start, n)
-    begun = Begun(0, Seeded(n, 3), ((start, n),), batches=5)
+    begun = UnfinishedPass(0, Seeded(n, 3), ((start, n),), batches=5)
     every = shares(n, sizes, drop_last, begun)
     seen = sorted(i for batches in every for batch, weight in batches if weight for i in batch)
     left = Seeded(n, 3)(0)[start:]
     assert seen == sorted(left[: len(left) // sum(sizes) * sum(sizes)] if drop_last else left)
 
 
-def test_who_has_nothing_in_the_last_step_is_asked_for_nothing() -> None:
+def test_a_worker_without_a_mini_batch_in_the_last_step_is_asked_for_none() -> None:
     for n, sizes, without in ((13, (2, 2, 2), (1, 2)), (11, (4, 4, 1), (2,)), (1, (1, 9), (1,))):
         crew = tuple(range(len(sizes)))
         for worker in crew:

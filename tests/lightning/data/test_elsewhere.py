@@ -65,7 +65,7 @@ def test_an_interactive_session_trains_what_is_typed_into_it(
 
 
 @pytest.mark.slow
-def test_so_does_the_real_interpreter() -> None:
+def test_a_real_interpreter_trains_what_is_piped_into_it() -> None:
     """Its lines come through a pipe."""
     done = subprocess.run(
         [sys.executable, "-i", "-q"],
@@ -156,8 +156,8 @@ MACOS = """
     warnings.simplefilter("ignore")
     import torch, pytorch_lightning
     from hybridtrain import HybridStrategy
-    from hybridtrain.memory import limits
-    from hybridtrain.worlds.local import worker_main
+    from hybridtrain.engine.memory import limits
+    from hybridtrain.engine.worlds import worker_main
     from tests.lightning.spawnable import SpawnRegression
     from tests.lightning.toys import Regression, fit, flat
 

@@ -68,7 +68,7 @@ def test_a_number_of_samples_that_makes_no_sense_is_refused(value: Any) -> None:
         Scales(object(), "n").weigh({"n": value})
 
 
-def test_where_nobody_can_tell_the_error_names_both_ways() -> None:
+def test_a_batch_without_a_visible_size_names_both_ways_to_tell_its_samples() -> None:
     with pytest.raises(UserError, match=r"num_samples_key=KEY.*num_samples\(batch\)"):
         Scales(object()).weigh({"text": ["a", "b"]})
 

@@ -85,7 +85,7 @@ def test_unlike_loaders_are_warned_of_where_workers_run_freely(
         trainer.fit(First(), both)
 
 
-def test_so_is_a_loader_that_the_user_keeps_for_himself() -> None:
+def test_a_loader_with_use_distributed_sampler_false_is_dealt_each_sample_once() -> None:
     options = {"iterable": "deal", "use_distributed_sampler": False}
     assert seen(DataLoader(regression_data(40), 4), 2, **options) == 40
 

@@ -183,7 +183,7 @@ def test_a_run_goes_on_in_the_midst_of_an_epoch(strategy: str, make: Any, tmp_pa
     assert second.strategy.run_stats()["samples"] == left  # type: ignore[attr-defined]
 
 
-def test_one_of_a_distributed_sampler_makes_the_mini_batches_of_each_workers_part() -> None:
+def test_a_batch_sampler_over_a_distributed_sampler_makes_batches_of_each_workers_part() -> None:
     data = Recorder(regression_data(48))
     loader = DataLoader(data, batch_sampler=Neighbours(DistributedSampler(data, 2, 0)))
     make_trainer("hybrid", 2, max_epochs=1).fit(Regression(), loader)
@@ -191,7 +191,9 @@ def test_one_of_a_distributed_sampler_makes_the_mini_batches_of_each_workers_par
 
 
 @pytest.mark.slow
-def test_a_worker_that_comes_back_draws_those_of_a_validation_alone(tmp_path: Path) -> None:
+def test_a_restarted_worker_draws_the_mini_batches_of_a_validation_by_itself(
+    tmp_path: Path,
+) -> None:
     data = Recorder(regression_data(16))
     checked = DataLoader(data, batch_sampler=Neighbours(SequentialSampler(data)))
     strategy = HybridStrategy(on_failure="restart")
@@ -201,7 +203,7 @@ def test_a_worker_that_comes_back_draws_those_of_a_validation_alone(tmp_path: Pa
     assert data.counts.tolist() == [2] * 16
 
 
-def test_one_without_a_length_is_refused_with_a_way_out() -> None:
+def test_a_batch_sampler_without_a_length_is_refused_with_a_way_out() -> None:
     with pytest.raises(UserError, match=r"batch sampler \(Unsized\) without a length.*__len__"):
         make_trainer("hybrid", 2).fit(
             Seen(),

@@ -40,7 +40,9 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize(("n", "workers"), [(37, 3), (16, 2), (5, 4), (1, 3)])
-def test_rows_come_home_as_from_one_device(strategy: str, n: int, workers: int) -> None:
+def test_predicted_rows_are_those_of_one_device_in_the_same_order(
+    strategy: str, n: int, workers: int
+) -> None:
     loader = DataLoader(regression_data(n), batch_size=4)
     assert same(predicted(strategy, workers, loader), predicted("auto", 1, loader))
 
@@ -81,7 +83,9 @@ def test_a_stream_has_no_share() -> None:
     ],
     ids=["items", "drop_last", "loader processes", "batch sampler"],
 )
-def test_however_the_mini_batches_are_made(options: dict[str, Any]) -> None:
+def test_predictions_are_those_of_one_device_however_mini_batches_are_made(
+    options: dict[str, Any],
+) -> None:
     data = regression_data(21)
     if options.get("batch_size", 1) is None:
         data = torch.utils.data.TensorDataset(*(t.unsqueeze(1) for t in data.tensors))
@@ -89,7 +93,7 @@ def test_however_the_mini_batches_are_made(options: dict[str, Any]) -> None:
     assert same(predicted("hybrid", 2, loader), predicted("auto", 1, loader))
 
 
-def test_several_loaders_of_which_one_is_shorter_than_the_workers_are_many() -> None:
+def test_predictions_for_a_loader_with_fewer_mini_batches_than_workers_equal_one_device() -> None:
     sizes = (23, 2, 9)
     loaders = [DataLoader(regression_data(n), batch_size=4) for n in sizes]
     ours, theirs = predicted("hybrid", 3, loaders), predicted("auto", 1, loaders)
@@ -107,7 +111,7 @@ def test_a_stream_that_everybody_reads_is_worker_zeros() -> None:
     assert same(predicted("hybrid", 2, loader), predicted("auto", 1, loader))
 
 
-def test_nothing_comes_home_if_nobody_wants_it() -> None:
+def test_predict_returns_none_if_predictions_are_unwanted_or_data_is_empty() -> None:
     trainer = make_trainer("hybrid", 2)
     loader = DataLoader(regression_data(9), batch_size=4)
     assert trainer.predict(Predicting(), loader, return_predictions=False) is None

@@ -122,7 +122,9 @@ def test_a_step_has_the_same_samples_of_each_loader(case: Case, tmp_path: Path) 
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("case", but_slow([(c,) for c in CASES[:40]], lambda _, n: n > 1), ids=str)
 @pytest.mark.filterwarnings("ignore")
-def test_so_it_has_in_a_resumed_run(case: Case, tmp_path: Path) -> None:
+def test_a_resumed_run_over_several_loaders_counts_each_sample_once_an_epoch(
+    case: Case, tmp_path: Path
+) -> None:
     trained(case, tmp_path, ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2))
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     path = saved[len(saved) // 3]

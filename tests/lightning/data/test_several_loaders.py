@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from hybridtrain.protocol.spans import shares_of
+from hybridtrain.engine.protocol.spans import shares_of
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default
 

@@ -155,7 +155,7 @@ def test_resting_workers_take_over_metrics_and_the_wish_to_stop() -> None:
         assert trainer.current_epoch == 2
 
 
-def test_several_loaders_of_which_one_is_tiny_and_one_is_empty() -> None:
+def test_a_tiny_and_an_empty_loader_among_several_are_evaluated_once_per_sample() -> None:
     sizes = (17, 2, 0)
     data = [Recorder(regression_data(20)) for _ in sizes]
     loaders = [
@@ -171,7 +171,9 @@ def test_several_loaders_of_which_one_is_tiny_and_one_is_empty() -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("limit", [0.5, 1, 1.0, 0])  # each worker keeps one of a share
-def test_limits_and_an_empty_set(limit: int | float) -> None:
+def test_a_tiny_set_with_a_limit_and_an_empty_set_are_evaluated_by_several_workers(
+    limit: int | float,
+) -> None:
     trainer = make_trainer("hybrid", 3, limit_test_batches=limit)
     results = trainer.test(Counting(), DataLoader(regression_data(2)), verbose=False)
     assert [result["seen"] for result in results] == ([2] if limit else [])
@@ -186,7 +188,7 @@ def test_a_share_of_uneven_shares_is_one_mini_batch_of_each() -> None:
     assert result["seen"] == 8  # 4 of worker 0's 5 samples, all 4 of worker 1's
 
 
-def test_reductions_within_a_step_are_of_those_who_still_have_one() -> None:
+def test_reductions_within_a_step_include_only_workers_that_still_have_a_mini_batch() -> None:
     """Worker 0 has a mini-batch more than the others."""
 
     class Within(Counting):

@@ -425,7 +425,7 @@ def test_a_loader_that_does_not_ask_its_sampler_is_refused_with_two_ways_out(
 
 
 @pytest.mark.parametrize("name", ["its own iterator", "its own way"])
-def test_such_a_loader_can_be_dealt_out(name: str) -> None:
+def test_a_loader_that_does_not_ask_its_sampler_can_be_dealt_out(name: str) -> None:
     module, strategy = Seeing(), HybridStrategy(iterable="deal")
     trainer = make_trainer(strategy, 2, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module, ALONE[name]())

@@ -99,12 +99,12 @@ def test_a_sampler_within_a_batch_sampler_is_trained_and_validated_on(strategy: 
     assert torch.where(data.counts > 0)[0].tolist() == SOME and data.counts.sum() == 2 * len(SOME)
 
 
-def test_a_replay_has_its_mini_batches() -> None:
+def test_a_replay_has_the_mini_batches_of_the_users_sampler() -> None:
     loader = in_batches(SubsetRandomSampler(SOME))
     task = ModuleTask(Regression(), VirtualTrainer(2), loader, 3, None, 1, None)
     assert task.timetable.sizes == (2, 2) and task.timetable.length == len(SOME)
 
 
-def test_one_without_a_length_is_refused_with_a_way_out() -> None:
+def test_a_sampler_without_a_length_is_refused_with_a_way_out() -> None:
     with pytest.raises(UserError, match=r"sampler \(Unsized\) without a length.*__len__"):
         make_trainer("hybrid", 2).fit(Regression(), DataLoader(DATA, 2, sampler=Unsized()))

@@ -16,16 +16,16 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.memory.counters import ChunkProgress
+from hybridtrain.engine.scheme import resolve_start_method
+from hybridtrain.engine.worker.device import KINDS, transfers
+from hybridtrain.engine.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.replica_cuda import CudaReplica, _norms
+from hybridtrain.engine.worlds.channel import Channel, channel_pair
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data import prefetch as ahead_module
 from hybridtrain.lightning.data.prefetch import Ahead
-from hybridtrain.memory import Layout, Store
-from hybridtrain.memory.counters import ChunkProgress
-from hybridtrain.training.scheme import resolve_start_method
-from hybridtrain.worker.device import KINDS, transfers
-from hybridtrain.worker.device.cuda import CudaStreams
-from hybridtrain.worker.replica_cuda import CudaReplica, _norms
-from hybridtrain.worlds.local.channel import Channel, channel_pair
 from tests.lightning.step.test_writes import Teacher
 from tests.lightning.toys import Regression, fit, flat, regression_data
 from tests.standin.device import name_it
@@ -185,7 +185,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, bad_fork: Callable[[], bool]) -> None:
     """Nothing that can be asked without a fork says that CUDA was initialised."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(
-        "hybridtrain.worker.device.cuda._maps", lambda: ["libcuda.so"], raising=False
+        "hybridtrain.engine.worker.device.cuda._maps", lambda: ["libcuda.so"], raising=False
     )
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", bad_fork)
 
@@ -215,7 +215,9 @@ def not_dense() -> nn.Module:
 
 @pytest.mark.parametrize("make", [mixed, not_dense])
 @in_a_process_of_its_own
-def test_who_writes_nothing_is_told_to_have_written_nothing(make: Callable[[], nn.Module]) -> None:
+def test_a_worker_that_has_written_no_parameter_tells_of_no_writes(
+    make: Callable[[], nn.Module],
+) -> None:
     state()
     torch.manual_seed(0)
     with HERE:
@@ -339,7 +341,7 @@ class Early(Regression):
 CAME: list[int] = []  # of this worker, parameters
 
 
-def test_what_is_stepped_comes_while_the_rest_is_and_changes_no_bit(
+def test_parameters_already_stepped_are_copied_while_the_rest_is_stepped_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     once = {"max_epochs": 1, "limit_train_batches": 3}

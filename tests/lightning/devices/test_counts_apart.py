@@ -10,8 +10,8 @@ import torch
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 
-from hybridtrain.worker.device import KINDS
-from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.device import KINDS
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from tests.lightning.toys import Regression
 from tests.standin.device import name_it
 from tests.standin.state import NAME, Counts

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.worker.device import KINDS
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
-from hybridtrain.worker.device import KINDS
-from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning.toys import Regression, fit
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
@@ -112,7 +112,7 @@ class TooLarge(torch.nn.Module):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
 
-def test_parameters_that_do_not_fit_are_told_of_too() -> None:
+def test_parameters_that_do_not_fit_on_a_device_end_with_advice() -> None:
     strategy = HybridStrategy()
     strategy._lightning_module = SimpleNamespace(to=TooLarge().to, _compiler_ctx=None)
     strategy.parallel_devices = [torch.device("cpu")]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.engine.worker.device import KINDS
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from hybridtrain.lightning.device_memory import DeviceMemory, DeviceNeeds, note_need, out_of_memory
-from hybridtrain.worker.device import KINDS
-from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning.toys import Regression
 from tests.standin.device import name_it
 from tests.standin.state import NAME, SETTINGS, state
@@ -51,7 +51,7 @@ def test_needs_that_do_not_fit_leave_shares_equal(needs: DeviceNeeds) -> None:
     assert DeviceMemory(0.7, needs=needs).share(2, worker=0) == 0.7
 
 
-def test_a_process_that_is_sent_them_sees_the_same(needs: DeviceNeeds) -> None:
+def test_a_process_that_is_sent_the_needs_of_devices_shares_them(needs: DeviceNeeds) -> None:
     other = pickle.loads(pickle.dumps(needs))
     other.note(2, 7 * GIB, 80 * GIB)
     assert needs.of(2) == 7 * GIB
@@ -61,7 +61,7 @@ def test_a_process_that_is_sent_them_sees_the_same(needs: DeviceNeeds) -> None:
     }
 
 
-def test_nobody_is_asked_where_workers_have_no_devices() -> None:
+def test_no_memory_is_measured_where_workers_have_no_devices() -> None:
     memory = DeviceMemory()
     with memory.measured([torch.device("cpu")], 2):
         assert memory.needs is None
@@ -95,7 +95,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 1 has")
 
 
-def test_who_is_out_of_its_share_hears_what_others_left(
+def test_a_worker_out_of_its_share_of_memory_is_told_what_others_left(
     full: torch.OutOfMemoryError, needs: DeviceNeeds
 ) -> None:
     text = out_of_memory(full, worker(DeviceMemory(needs=needs)), samples=16)
@@ -109,7 +109,7 @@ def test_who_is_out_of_its_share_hears_what_others_left(
     assert "workers_per_device=2 now; at most 1 with such needs fit" in text
 
 
-def test_nothing_is_promised_that_others_need(
+def test_advice_promises_no_memory_that_other_workers_need(
     full: torch.OutOfMemoryError, needs: DeviceNeeds
 ) -> None:
     needs.note(3, 39 * GIB, 80 * GIB)  # 42 more are not there
@@ -119,7 +119,7 @@ def test_nothing_is_promised_that_others_need(
     assert "a larger device_memory_fraction (0.5 now)" in given
 
 
-def test_what_was_lacked_is_a_need_unless_others_need_it(
+def test_memory_that_was_lacking_counts_as_needed_unless_others_need_it(
     full: torch.OutOfMemoryError, needs: DeviceNeeds
 ) -> None:
     note_need(full, worker(DeviceMemory(needs=needs)))
@@ -174,14 +174,18 @@ class Grows(Uneven):
 
 
 @pytest.mark.slow
-def test_who_goes_on_without_memory_has_more_the_next_time(one_mebibyte: None) -> None:
+def test_a_worker_that_goes_on_after_running_out_of_memory_has_more_the_next_time(
+    one_mebibyte: None,
+) -> None:
     _, trainer = fit_apart(4, 3, Grows, max_epochs=2, strategy={"on_oom": "drop"})
     found = trainer.strategy.run_stats()
     assert found["left_out"] == {"oom": [0, 1, 0, 0]}, "once, and then it had what it needs"
     assert found["device_memory"]["needed_bytes"][1] > 400 * KIB
 
 
-def test_who_ends_for_want_of_memory_hears_what_others_have_needed(one_mebibyte: None) -> None:
+def test_a_run_that_ends_out_of_memory_says_what_other_workers_have_needed(
+    one_mebibyte: None,
+) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit_apart(4, 3, Grows, max_epochs=1)
     said = caught.value.__notes__[0]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.worker.device import KINDS, transfers
-from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.device import KINDS, transfers
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from tests.lightning.toys import Regression
 from tests.picking import by_default
 from tests.standin.device import name_it

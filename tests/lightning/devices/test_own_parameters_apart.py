@@ -12,9 +12,9 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.worker.device import KINDS
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from hybridtrain.errors import UserError
-from hybridtrain.worker.device import KINDS
-from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning.toys import Regression, distance, fit
 from tests.picking import by_default
 from tests.standin.device import name_it

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.worker import finite
+from hybridtrain.engine.worker.device import KINDS, transfers
+from hybridtrain.engine.worker.device.cuda import CudaStreams
+from hybridtrain.engine.worker.finite import FiniteCheck
+from hybridtrain.engine.worker.replica_cuda import CudaReplica
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Layout, Store
-from hybridtrain.worker import finite
-from hybridtrain.worker.device import KINDS, transfers
-from hybridtrain.worker.device.cuda import CudaStreams
-from hybridtrain.worker.finite import FiniteCheck
-from hybridtrain.worker.replica_cuda import CudaReplica
 from tests.lightning.toys import Regression, distance, fit
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state

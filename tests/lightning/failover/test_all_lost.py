@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.worlds.process_world import BeginAnew
 from hybridtrain.lightning.launcher import HybridLauncher
-from hybridtrain.worlds.local.process_world import BeginAnew
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 N, SIZE, EPOCHS = 48, 4, 3
@@ -74,7 +74,7 @@ def lose_all(
     return trainer
 
 
-def test_the_first_that_is_back_answers_while_it_waits_for_the_mean(tmp_path: Path) -> None:
+def test_the_first_restarted_worker_answers_while_it_waits_for_the_mean(tmp_path: Path) -> None:
     lose_all(tmp_path, 2, PLACES[0])
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -84,7 +84,7 @@ def test_the_first_that_is_back_answers_while_it_waits_for_the_mean(tmp_path: Pa
 @pytest.mark.parametrize("kind", [Regression, Looking])
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_wherever_it_happens(
+def test_a_run_goes_on_after_the_loss_of_all_workers_at_any_place(
     tmp_path: Path, n: int, place: tuple[str, int], kind: Any, times: int
 ) -> None:
     lose_all(tmp_path, n, place, times, kind)
@@ -143,7 +143,7 @@ class SlowestFirst(Regression):
 
 @pytest.mark.slow  # four seconds each
 @pytest.mark.parametrize("policy", ["async", "backup"])
-def test_a_slow_one_that_is_the_first_to_be_back_does_not_leave_the_rest_to_faster_ones(
+def test_a_slow_worker_that_is_restarted_first_does_not_leave_the_rest_to_faster_ones(
     tmp_path: Path, policy: str
 ) -> None:
     strategy = HybridStrategy(policy, on_failure="restart", max_restarts=None)

@@ -91,5 +91,7 @@ class Lazily(Distils):
         (Lazily, 1),
     ),
 )
-def test_the_run_ends_with_the_bits_of_an_undisturbed_one(module: Any, lost: int) -> None:
+def test_a_run_with_a_restarted_worker_ends_with_the_bits_of_an_undisturbed_run(
+    module: Any, lost: int
+) -> None:
     assert torch.equal(trained(module(), lost), trained(module(), None))

@@ -18,8 +18,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hybridtrain.training.step.hyper_parameters import HyperParameters
-from hybridtrain.worlds.local.worker_exit import WorkerDied
+from hybridtrain.engine.step.hyper_parameters import HyperParameters
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from tests.lightning.checkpointing.test_resume import same
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import but_slow, by_default, rotated
@@ -166,7 +166,7 @@ BROKEN_OFF = [(*case, place) for n, case in enumerate(CASES) for place in rotate
 @pytest.mark.parametrize(
     ("options", "schedule", "place"), but_slow(BROKEN_OFF, lambda _, number: number % 37 > 0)
 )
-def test_who_goes_on_from_a_step_that_was_broken_off_does_it_again(
+def test_a_run_resumed_from_a_step_that_was_broken_off_makes_that_step_again(
     options: str, schedule: str, place: str, tmp_path: Path
 ) -> None:
     make, at = partial(Noisy, schedule=SCHEDULES[schedule]), PLACES[place]
@@ -181,7 +181,7 @@ def test_who_goes_on_from_a_step_that_was_broken_off_does_it_again(
 
 @pytest.mark.parametrize(("who", "dies"), by_default([(0, False), (0, True), (1, True)], (1, True)))
 @pytest.mark.parametrize("at", by_default([3, 11], 11))
-def test_whoever_fails_and_whoever_saves_nothing_is_left_out(
+def test_a_resumed_run_leaves_nothing_out_whichever_worker_failed_or_saved(
     who: int, dies: bool, at: int, tmp_path: Path
 ) -> None:
     make = partial(Noisy, schedule=SCHEDULES["step"])
@@ -285,7 +285,7 @@ class InTheMiddle(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def test_in_the_middle_of_an_lbfgs_step_none_is_written_and_that_is_said(
+def test_no_checkpoint_is_written_in_the_middle_of_an_lbfgs_step_and_that_is_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In workers, too, which pytest does not know of.

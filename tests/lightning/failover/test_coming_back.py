@@ -82,7 +82,7 @@ def test_a_clock_is_looked_at_though_the_worker_that_has_it_is_away(
 
 @pytest.mark.parametrize("every", by_default([1, 2], 1))
 @pytest.mark.parametrize("policy", by_default(["hybrid", "async", "softsync"], "hybrid"))
-def test_who_comes_back_makes_loaders_again_when_the_others_do(
+def test_a_restarted_worker_makes_loaders_again_when_the_others_do(
     tmp_path: Path, policy: str, every: int
 ) -> None:
     """All meet there."""
@@ -116,7 +116,7 @@ class Meetings:
         return [item if each == self.worker else brought[each] for each in self.met]
 
 
-def test_if_who_has_it_is_lost_on_the_way_another_one_speaks() -> None:
+def test_a_broadcast_whose_source_is_lost_on_the_way_comes_from_another_worker() -> None:
     for worker, other in ((1, 2), (2, 1)):
         second = {1: (1, "of 1"), 2: (1, None)}
         client = Meetings(worker, [((1, 2), {other: (0, None)}), ((1, 2), {other: second[other]})])
@@ -124,13 +124,15 @@ def test_if_who_has_it_is_lost_on_the_way_another_one_speaks() -> None:
         assert not client.script
 
 
-def test_all_take_the_same_though_only_some_know_of_the_loss() -> None:
+def test_all_workers_take_the_same_broadcast_though_only_some_know_of_a_lost_worker() -> None:
     client = Meetings(2, [((1, 2), {1: (1, "of 1")}), ((1, 2), {1: (1, "of 1")})])
     assert Collectives(client).broadcast("of 2", 0) == "of 1"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("on_failure", by_default(["continue", "restart"], "restart"))
-def test_the_history_goes_on_whoever_writes_it(tmp_path: Path, on_failure: str) -> None:
+def test_the_history_of_a_run_goes_on_though_worker_0_is_lost(
+    tmp_path: Path, on_failure: str
+) -> None:
     monitor = RunMonitor(tmp_path)
     run("hybrid", on_failure, monitor, Killed(tmp_path, 0, 5))  # in the second epoch
     rows = read_history(tmp_path).columns
@@ -196,7 +198,7 @@ class ByHand(Manual, Regression):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Regression, EPOCHS), (ByHand, 0)])
-def test_where_training_is_is_told_once_an_epoch_if_at_all(
+def test_the_position_of_training_is_told_at_most_once_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, expected: int
 ) -> None:
     dump = _CheckpointConnector.dump_checkpoint
@@ -317,7 +319,9 @@ class ShownTwice(Shown):
         return made, [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in made]
 
 
-def test_so_it_does_in_each_of_several_optimizers(tmp_path: Path) -> None:
+def test_a_rate_changed_before_a_worker_is_lost_counts_in_each_of_several_optimizers(
+    tmp_path: Path,
+) -> None:
     module = ShownTwice()
     assert steps_of(module, Killed(tmp_path, 0, 2)) == 12
     assert module.weight.item() == module.other.item() == -sum(0.5**step for step in range(6))
@@ -340,7 +344,7 @@ def test_a_rate_that_worker_0_alone_has_set_stays(tmp_path: Path) -> None:
     assert module.weight.item() == -1 - 5 * 0.25
 
 
-def test_who_comes_back_has_no_second_share_of_a_limit(tmp_path: Path) -> None:
+def test_a_restarted_worker_has_no_second_share_of_limit_train_batches(tmp_path: Path) -> None:
     killed, strategy = Killed(tmp_path, 1, 6), HybridStrategy("async", on_failure="restart")
     trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed], limit_train_batches=20)
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from hybridtrain.errors import UserError
 from hybridtrain.lightning import launcher
-from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 

@@ -133,7 +133,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("strategy", "choice", "phase", "kind"), but_slow(CASES, lambda case, n: n % 37 != 0)
 )
-def test_each_sample_counts_as_often_as_there_are_epochs(
+def test_each_sample_counts_once_an_epoch_whichever_phase_a_worker_is_lost_in(
     tmp_path: Path, strategy: str, choice: str, phase: str, kind: str
 ) -> None:
     lose(tmp_path, strategy, choice, phase, kind)
@@ -157,7 +157,7 @@ LOOKING = [
 @pytest.mark.parametrize(
     ("strategy", "choice", "phase"), but_slow(LOOKING, lambda case, n: n not in (4, 15))
 )
-def test_so_it_does_where_hooks_look_at_the_mean(
+def test_each_sample_counts_once_an_epoch_with_a_lost_worker_where_hooks_look_at_the_mean(
     tmp_path: Path, strategy: Any, choice: str, phase: str
 ) -> None:
     lose(tmp_path, strategy, choice, phase, module=Looking)
@@ -176,7 +176,7 @@ ACCUMULATED = [
 @pytest.mark.parametrize(
     ("strategy", "choice", "phase", "accumulate"), but_slow(ACCUMULATED, lambda case, n: n % 29 > 0)
 )
-def test_so_it_does_where_mini_batches_are_accumulated(
+def test_each_sample_counts_once_an_epoch_with_a_lost_worker_where_mini_batches_are_accumulated(
     tmp_path: Path, strategy: str, choice: str, phase: str, accumulate: int
 ) -> None:
     """Others process what the lost worker leaves, behind a last group that was smaller."""
@@ -201,7 +201,7 @@ UNEVEN = [
     but_slow(UNEVEN, lambda case, n: n % 29 > 0),
     ids=by_value,
 )
-def test_so_it_does_in_lock_step_where_some_have_nothing_in_the_last_step(
+def test_each_sample_counts_once_an_epoch_with_a_lost_worker_where_some_have_no_last_mini_batch(
     tmp_path: Path, choice: str, phase: str, workers: tuple[int, ...], n: int
 ) -> None:
     """Five steps of an epoch; in the last one, one to three workers have a sample."""
@@ -222,7 +222,7 @@ BY_HAND = [
 @pytest.mark.parametrize(
     ("strategy", "choice", "phase"), but_slow(BY_HAND, lambda case, n: n % 31 > 0)
 )
-def test_so_it_does_where_user_code_accumulates(
+def test_each_sample_counts_once_an_epoch_with_a_lost_worker_where_user_code_accumulates(
     tmp_path: Path, strategy: str, choice: str, phase: str
 ) -> None:
     lose(tmp_path, strategy, choice, phase, module=ByHand)
@@ -245,7 +245,7 @@ ALL = [
     but_slow(ALL, lambda case, n: n % 79 != 0),
     ids=by_value,
 )
-def test_all_may_be_lost(
+def test_a_run_survives_the_loss_of_all_workers_in_any_phase(
     tmp_path: Path, monkeypatch: Any, strategy: Any, choice: str, phase: str, workers: Any
 ) -> None:
     """Under ``continue`` only behind the last update: one process does what follows."""

@@ -16,9 +16,9 @@ from pytorch_lightning.callbacks import SpikeDetection
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.samplers import Seeded
+from hybridtrain.engine.step.guard import NotFinite, sample_ids
 from hybridtrain.errors import UserError
-from hybridtrain.training.samplers import Seeded
-from hybridtrain.training.step.guard import NotFinite, sample_ids
 from tests.lightning.toys import Manual, Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -142,7 +142,9 @@ def _gradient(module: Any, data: Numbered, batch: list[int]) -> torch.Tensor:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
 @pytest.mark.parametrize("module", [Net, Looking, ByHand])
-def test_by_default_the_run_ends_and_says_whose_fault_it_was(module: Any, policy: str) -> None:
+def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_step_and_samples(
+    module: Any, policy: str
+) -> None:
     if module is Looking and policy == "async":
         policy = "hybrid"  # a free-running worker's hooks see its own gradient, so they fail first
     with pytest.raises(NotFinite) as caught:
@@ -157,7 +159,7 @@ def test_by_default_the_run_ends_and_says_whose_fault_it_was(module: Any, policy
 @pytest.mark.few(2)
 @pytest.mark.parametrize("choice", ["drop", "skip_step"])
 @pytest.mark.parametrize("module", [Net, Looking, ByHand])
-def test_the_worker_or_the_step_is_left_out(module: Any, choice: str) -> None:
+def test_on_nonfinite_leaves_out_the_worker_or_the_whole_step(module: Any, choice: str) -> None:
     ours, trainer = train(module, on_nonfinite=choice)
     torch.testing.assert_close(flat(ours), flat(expected(choice)), rtol=1e-5, atol=1e-6)
     assert trainer.global_step == EPOCHS * 4, "a step that is left out counts, as a skipped one"
@@ -184,13 +186,13 @@ def test_a_mini_batch_that_is_left_out_leaves_no_statistics(module: Any, choice:
 
 
 @pytest.mark.parametrize("module", [Net, Looking])
-def test_what_was_accumulated_with_it_is_left_out_too(module: Any) -> None:
+def test_mini_batches_accumulated_with_a_nonfinite_one_are_left_out_as_well(module: Any) -> None:
     ours, _ = train(module, on_nonfinite="drop", accumulate_grad_batches=2)
     want = flat(expected("drop", accumulate=2))
     torch.testing.assert_close(flat(ours), want, rtol=1e-5, atol=1e-6)
 
 
-def test_when_everybody_is_left_out_nothing_moves() -> None:
+def test_a_step_that_leaves_out_all_workers_moves_no_parameter() -> None:
     class Bad(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) * torch.nan
@@ -202,7 +204,7 @@ def test_when_everybody_is_left_out_nothing_moves() -> None:
         assert trainer.strategy.run_stats()["left_out"] == {"nonfinite": [8, 8]}
 
 
-def test_free_running_workers_leave_out_their_own_only() -> None:
+def test_free_running_workers_leave_out_only_their_own_nonfinite_mini_batches() -> None:
     ours, trainer = train(Net, policy="async", on_nonfinite="drop")
     assert flat(ours).isfinite().all()
     stats = trainer.strategy.run_stats()
@@ -212,10 +214,10 @@ def test_free_running_workers_leave_out_their_own_only() -> None:
 
 def test_a_gradient_scaler_sees_to_overflows_itself() -> None:
     """Infinities are how it finds its scale; that they are skipped is its business."""
+    from hybridtrain.engine.memory import Layout, Store
+    from hybridtrain.engine.step.guard import OnFault
+    from hybridtrain.engine.worker.finite import FiniteCheck
     from hybridtrain.lightning.step.gradient_guard import GradientGuard
-    from hybridtrain.memory import Layout, Store
-    from hybridtrain.training.step.guard import OnFault
-    from hybridtrain.worker.finite import FiniteCheck
 
     layout = Layout.of([("a", torch.zeros(3))])
     store = Store(layout, 1, False)
@@ -247,7 +249,7 @@ def watcher(folder: Path, finite_only: bool) -> SpikeDetection:
 
 
 @pytest.mark.parametrize("finite_only", [True, False])
-def test_by_default_a_callback_that_looks_for_such_losses_decides(
+def test_a_callback_that_looks_for_nonfinite_losses_decides_by_default(
     finite_only: bool, tmp_path: Path
 ) -> None:
     ends = pytest.raises(TrainingSpikeException) if finite_only else nullcontext()
@@ -260,7 +262,7 @@ def test_by_default_a_callback_that_looks_for_such_losses_decides(
         assert (tmp_path / "skip_batches.json").is_file()
 
 
-def test_it_ends_where_no_callback_looks_or_there_is_nothing_to_see(tmp_path: Path) -> None:
+def test_a_nonfinite_gradient_ends_the_run_where_no_callback_can_see_it(tmp_path: Path) -> None:
     assert HybridStrategy().on_fault.nonfinite == "auto"
     for module, callback in ((Boundless, pl.Callback()), (Net, watcher(tmp_path, True))):
         with pytest.raises(NotFinite):

@@ -18,7 +18,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.memory.arena import Arena
+from hybridtrain.engine.memory.arena import Arena
 from hybridtrain.util.anonymous_files import SharedBytes, stop_sharing_maps
 from tests.lightning.failover.counting import STRATEGIES, Counting, N, counts_are
 from tests.lightning.toys import Regression, make_trainer, regression_data

@@ -11,9 +11,9 @@ from pytorch_lightning import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.monitoring import watchdog
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from hybridtrain.errors import UserError
-from hybridtrain.monitoring import watchdog
-from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit, regression_data
 

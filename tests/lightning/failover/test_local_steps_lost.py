@@ -40,7 +40,9 @@ class Slow(Regression):
 @pytest.mark.parametrize("name", by_default(SCHEMES, "easgd"))
 @pytest.mark.parametrize("choice", by_default(["continue", "restart"], "restart"))
 @pytest.mark.parametrize("step", by_default([0, 2, 5], 2))
-def test_every_sample_counts_once(name: str, choice: str, step: int, tmp_path: Path) -> None:
+def test_every_sample_counts_once_when_a_worker_that_trains_on_its_own_is_lost(
+    name: str, choice: str, step: int, tmp_path: Path
+) -> None:
     """The steps since its last exchange are lost with a worker, and others do them again.
 
     A worker that is through with its part of an epoch goes round once more for what was given back;
@@ -75,7 +77,7 @@ class DiesLast(Regression):
 
 
 @pytest.mark.parametrize("name", by_default(SCHEMES, "async_diloco"))
-def test_who_goes_round_once_more_does_nothing_again_that_it_has_trained_on(
+def test_a_worker_that_takes_over_samples_of_a_lost_one_repeats_none_of_its_own(
     name: str, tmp_path: Path
 ) -> None:
     data = Recorder(regression_data(N))
@@ -87,7 +89,7 @@ def test_who_goes_round_once_more_does_nothing_again_that_it_has_trained_on(
     assert N < int(data.counts.sum()) <= N + lost
 
 
-def test_in_lock_step_the_others_would_wait_for_its_steps(tmp_path: Path) -> None:
+def test_restarting_workers_that_train_on_their_own_in_lock_step_is_refused(tmp_path: Path) -> None:
     strategy = HybridStrategy("hybrid", exchange="movement", on_failure="restart")
     trainer = make_trainer(strategy, 2, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(ValueError, match=r"on_failure=restart.*wait for the steps"):

@@ -20,8 +20,8 @@ from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, distance, make_trainer
 from tests.picking import by_default
 
@@ -138,7 +138,7 @@ CASES = [("compute", 1, 1), ("end", 0, 3), ("validation", 2, 0)]
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize(("phase", "who", "when"), CASES)
-def test_others_go_on_and_train_on_every_sample_of_the_epoch_once(
+def test_remaining_workers_go_on_and_train_on_every_sample_of_the_epoch_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], policy: str, phase: str, who: int, when: int
 ) -> None:
     trainer = run(mortal(tmp_path, who, when, phase), policy, "continue")
@@ -149,7 +149,9 @@ def test_others_go_on_and_train_on_every_sample_of_the_epoch_once(
 
 
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
-def test_they_do_what_is_left_of_a_random_order_of_the_users(tmp_path: Path, policy: str) -> None:
+def test_remaining_workers_finish_the_random_order_of_a_users_sampler(
+    tmp_path: Path, policy: str
+) -> None:
     run(mortal(tmp_path, 1, 1, "compute"), policy, "continue", sampler=Shuffled())
     assert (tmp_path / "died").exists() and seen(tmp_path) == each_once()
 
@@ -334,7 +336,7 @@ def test_what_makes_no_sense_is_refused_before_a_process_starts(
     options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start: Callable[..., Any] = partial(pytest.fail, "a process was started")
-    monkeypatch.setattr("hybridtrain.worlds.local.start_workers.ProcessSpawner.start", start)
+    monkeypatch.setattr("hybridtrain.engine.worlds.start_workers.ProcessSpawner.start", start)
     with pytest.raises(UserError, match=message):
         trainer = make_trainer(HybridStrategy(**options), 2)
         trainer.fit(Regression(), DataLoader(Numbered(), SIZE))

@@ -20,11 +20,11 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.memory.counters import MadeSteps
-from hybridtrain.updates.flat.lent_state import LentFlatUpdate
-from hybridtrain.worker.makers.borrowed_update import BorrowedUpdate
-from hybridtrain.worlds.local import process_world
-from hybridtrain.worlds.local.worker_exit import WorkerDied
+from hybridtrain.engine.memory.counters import MadeSteps
+from hybridtrain.engine.updates.flat.lent_state import LentFlatUpdate
+from hybridtrain.engine.worker.makers.borrowed_update import BorrowedUpdate
+from hybridtrain.engine.worlds import process_world
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from tests.lightning.async_training.test_own_updates import Everywhere
 from tests.lightning.async_training.test_untold_steps import Indices
 from tests.lightning.toys import make_trainer

@@ -14,10 +14,10 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.trainer.states import RunningStage
 
+from hybridtrain.engine.worker.surroundings import Listeners
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover
 from hybridtrain.lightning.results.logger_state import keep_rows
-from hybridtrain.worker.surroundings import Listeners
 from tests.lightning.toys import Regression, make_trainer
 
 

@@ -15,6 +15,9 @@ from pytorch_lightning.loops import training_epoch_loop
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.faults import PHASES
+from hybridtrain.engine.recording import read_record
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.fault_injection.in_worker import (
     EXIT_CODE,
@@ -22,9 +25,6 @@ from hybridtrain.lightning.fault_injection.in_worker import (
     interrupt_updates,
 )
 from hybridtrain.lightning.replay.replay_fit import replay_fit
-from hybridtrain.recording import read_record
-from hybridtrain.testing.faults import PHASES
-from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
 

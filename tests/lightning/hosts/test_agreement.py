@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from hybridtrain.engine.policies.basic import WaitForAll
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hosts import agreement, joining
 from hybridtrain.lightning.hosts.agreement import (
@@ -25,7 +26,6 @@ from hybridtrain.lightning.hosts.agreement import (
     differences,
 )
 from hybridtrain.lightning.hosts.cluster import Meeting
-from hybridtrain.policies.basic import WaitForAll
 from hybridtrain.util.host_place import HostPlace
 from tests.lightning.toys import make_trainer
 

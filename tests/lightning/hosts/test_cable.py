@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.worlds.hosts.key import Key
+from hybridtrain.hosts.key import Key
 from tests.lightning.hosts.test_two_hosts import EPOCHS, SAMPLES, Slowly, train, wait_for
 from tests.support.several_hosts import Pids, run_hosts
 

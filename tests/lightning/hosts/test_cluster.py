@@ -17,6 +17,8 @@ from pytorch_lightning.plugins.environments import ClusterEnvironment, Lightning
 from torch.distributed import TCPStore
 
 from hybridtrain.errors import UserError
+from hybridtrain.hosts import sockets
+from hybridtrain.hosts.key import Key
 from hybridtrain.lightning.hosts import cluster
 from hybridtrain.lightning.hosts.cluster import (
     be_silent_beyond_host_0,
@@ -25,8 +27,6 @@ from hybridtrain.lightning.hosts.cluster import (
     take_key,
 )
 from hybridtrain.util.host_place import HostPlace
-from hybridtrain.worlds.hosts import sockets
-from hybridtrain.worlds.hosts.key import Key
 
 VARIABLES = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
 TORCHRUN = {
@@ -132,7 +132,7 @@ WRONG: list[Any] = [
 
 
 @pytest.mark.parametrize(("engine", "change", "match"), WRONG, ids=[str(x[1]) for x in WRONG])
-def test_what_does_not_agree_is_one_error(
+def test_variables_of_an_engine_that_do_not_agree_are_one_error(
     engine: dict[str, str], change: dict[str, str], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started(monkeypatch, engine, **change)
@@ -147,7 +147,9 @@ def test_what_does_not_agree_is_one_error(
         (Own(0, 4), "Own has started 4 processes; start one"),
     ],
 )
-def test_an_environment_that_does_not_agree(environment: ClusterEnvironment, match: str) -> None:
+def test_a_cluster_environment_that_does_not_agree_with_num_nodes_is_refused(
+    environment: ClusterEnvironment, match: str
+) -> None:
     with pytest.raises(UserError, match=match):
         place_of(2, environment)
 
@@ -235,7 +237,7 @@ def test_far_hosts_need_a_key() -> None:
             wanted()
 
 
-def test_the_key_in_a_file_of_the_users_choice(
+def test_a_key_in_a_file_of_the_users_choice_is_read_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = replace(HERE, address="10.0.0.7")

@@ -17,13 +17,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.options.schemes import parts_of
+from hybridtrain.engine.recording import find_record, read_record
+from hybridtrain.hosts.other_hosts import Hosts
+from hybridtrain.hosts.sockets import resolved
 from hybridtrain.lightning.hosts.agreement import about_this_host
 from hybridtrain.lightning.hosts.cluster import bound_to
 from hybridtrain.lightning.replay.replay_fit import replay_fit
-from hybridtrain.recording import find_record, read_record
-from hybridtrain.schemes import parts_of
-from hybridtrain.worlds.hosts.other_hosts import Hosts
-from hybridtrain.worlds.hosts.sockets import resolved
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default
 from tests.support.several_hosts import Host, Pids, run_hosts
@@ -89,7 +89,7 @@ def test_gradients_of_earlier_steps_do_not_count_where_hooks_look_at_the_mean(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_record_of_such_a_run_is_replayed_to_the_bit(
+def test_a_record_of_hosts_whose_hooks_read_gradients_is_replayed_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

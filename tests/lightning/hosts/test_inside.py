@@ -18,8 +18,8 @@ from pytorch_lightning.plugins.precision import Precision
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.monitoring.hang_detector import Doing
 from hybridtrain.errors import UserError
-from hybridtrain.monitoring.hang_detector import Doing
 from tests.lightning.hosts.test_two_hosts import Slowly, kill_when_training
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default

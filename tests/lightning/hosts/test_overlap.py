@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.hosts import sockets, transport
+from hybridtrain.hosts import other_hosts, sockets, transport
 from tests.lightning.hosts.test_two_hosts import EPOCHS, SAMPLES, Net, assert_equal, both, train
 from tests.picking import by_default
 from tests.support.several_hosts import run_hosts
@@ -29,7 +29,8 @@ def slow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.005 if until is None and len(room) != transport.FRAME.size else 0.0)
         read(sock, room, until)
 
-    monkeypatch.setattr(transport, "FAR_BYTES", 0)
+    for module in (transport, other_hosts):
+        monkeypatch.setattr(module, "FAR_BYTES", 0)
     monkeypatch.setattr(transport, "FRAME_BYTES", 512)
     monkeypatch.setattr(sockets, "read_exactly", slowly)
 

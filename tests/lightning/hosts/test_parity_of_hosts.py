@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hybridtrain import HybridStrategy
-from hybridtrain.schemes import parts_of
+from hybridtrain.engine.options.schemes import parts_of
 from tests.parity.case import Case
 from tests.parity.cases import CASES
 from tests.parity.compare import compare

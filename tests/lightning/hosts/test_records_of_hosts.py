@@ -14,10 +14,10 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain import HybridStrategy, StepProfiler
+from hybridtrain.engine.options.schemes import parts_of
+from hybridtrain.engine.recording import Record, find_record, read_record
 from hybridtrain.lightning.hosts import agreement
 from hybridtrain.lightning.replay.replay_fit import replay_fit
-from hybridtrain.recording import Record, find_record, read_record
-from hybridtrain.schemes import parts_of
 from tests.lightning.hosts.test_two_hosts import EPOCHS, SAMPLES, Net, data
 from tests.picking import by_default
 from tests.support.several_hosts import Host, run_hosts

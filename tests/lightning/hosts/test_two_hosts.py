@@ -18,8 +18,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.hosts import transport
 from hybridtrain.lightning.hosts import agreement
-from hybridtrain.worlds.hosts import transport
 from tests.lightning.toys import make_trainer
 from tests.picking import by_default
 from tests.support.several_hosts import Host, Pids, run_hosts

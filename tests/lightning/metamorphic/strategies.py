@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridtrain.engine.options.schemes import parts_of
 from hybridtrain.lightning.strategy import HybridStrategy
-from hybridtrain.schemes import parts_of
 
 _SLOWLY: dict[str, dict[str, Any]] = {
     "post_local_sgd": {"exchange": {"name": "movement", "every": {"then": 3, "at": 2}}},

@@ -126,7 +126,9 @@ def _suiting(run: Run, names: Iterable[str]) -> Iterator[tuple[Run, str]]:
 @pytest.mark.sampled(50)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("run", "name"), _cells())
-def test_with_an_observer_the_same_is_trained(bases: Bases, run: Run, name: str) -> None:
+def test_training_is_the_same_with_and_without_an_observer(
+    bases: Bases, run: Run, name: str
+) -> None:
     bare = bases.left(run)
     left = play(run, BY_NAME[name], bases.folder / run.name / name.replace("/", " "))
     assert not (wrong := miscounted(run, left)), wrong
@@ -135,7 +137,11 @@ def test_with_an_observer_the_same_is_trained(bases: Bases, run: Run, name: str)
 
 
 @pytest.mark.parametrize("name", by_default(RELATIONS, "validation", "CSVLogger"))
-def test_without_a_strategy_they_do_not_act_either(bases: Bases, name: str) -> None:
+def test_observers_do_not_change_training_without_our_strategy_either(
+    bases: Bases, name: str
+) -> None:
     """Or a relation would ask for more than Lightning itself gives."""
     if BY_NAME[name].suits("auto", "automatic"):
-        test_with_an_observer_the_same_is_trained(bases, Run("auto", 1, "automatic", "even"), name)
+        test_training_is_the_same_with_and_without_an_observer(
+            bases, Run("auto", 1, "automatic", "even"), name
+        )

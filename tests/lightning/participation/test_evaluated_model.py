@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.schemes import parts_of
+from hybridtrain.engine.options.schemes import parts_of
 from tests.lightning.toys import make_trainer, regression_data
 from tests.picking import by_default
 from tests.support.counts import STRATEGIES
@@ -88,7 +88,9 @@ def test_scripted_layers_are_validated_with_their_buffers(strategy: str, workers
 @pytest.mark.parametrize(
     "strategy", by_default([x for x in STRATEGIES if x not in REFUSED], "ssp", "local_sgd")
 )
-def test_buffers_are_those_that_come_home(strategy: str, workers: int) -> None:
+def test_the_buffers_that_are_validated_are_those_of_the_returned_model(
+    strategy: str, workers: int
+) -> None:
     module = Normed()
     validated(strategy, workers, module)
     assert float(module.validated) == 2 + 1, "what a validation writes to them stays"
@@ -97,6 +99,8 @@ def test_buffers_are_those_that_come_home(strategy: str, workers: int) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("strategy", [x for x in STRATEGIES if x not in NO_AVERAGES])
-def test_averages_are_those_that_come_home(strategy: str, workers: int) -> None:
+def test_the_averaged_weights_that_are_validated_are_those_of_the_returned_model(
+    strategy: str, workers: int
+) -> None:
     averaging = EMAWeightAveraging(decay=0.8)
     validated(strategy, workers, Normed(norm=False), callbacks=[averaging])

@@ -190,7 +190,9 @@ def fitted(workers: int, n: int, size: int, module: pl.LightningModule, **option
 @pytest.mark.few(1)
 @pytest.mark.parametrize("accumulate", by_default([1, 2, 3], 1, 2))
 @pytest.mark.parametrize("n", by_default([14, 20], 14))
-def test_who_has_nothing_in_the_last_step_is_not_missed(n: int, accumulate: int) -> None:
+def test_a_worker_without_a_mini_batch_in_the_last_step_changes_no_result(
+    n: int, accumulate: int
+) -> None:
     options: dict[str, Any] = {
         "max_epochs": 2,
         "sync_batchnorm": True,
@@ -231,7 +233,7 @@ class Saves(Callback):
             trainer.should_stop = True
 
 
-def test_what_the_others_decide_in_their_last_step_is_everybodys(tmp_path: Any) -> None:
+def test_decisions_of_the_other_workers_in_their_last_step_hold_for_all(tmp_path: Any) -> None:
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, monitor="train/loss")
     trainer = make_trainer(
         "hybrid", 3, max_epochs=5, callbacks=[Saves(), saving], enable_checkpointing=True
@@ -260,7 +262,7 @@ class Two(Regression):
         return [torch.optim.Adam(half, lr=0.01) for half in halves]
 
 
-def test_whoever_steps_by_hand_sits_out_any_number_of_steps() -> None:
+def test_a_worker_that_steps_by_hand_may_sit_out_any_number_of_steps() -> None:
     one, three = Two(), Two()
     three.load_state_dict(one.state_dict())
     alone = fitted(1, 13, 6, one, max_epochs=2)

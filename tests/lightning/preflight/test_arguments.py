@@ -12,14 +12,14 @@ from typing import Any, Unpack
 import pytest
 
 from hybridtrain import HybridStrategy
-from hybridtrain.errors import UserError
-from hybridtrain.options.strategy_arguments import (
+from hybridtrain.engine.options.strategy_arguments import (
     DEFAULTS,
     OPTIONS,
     LightningArguments,
     StrategyArguments,
 )
-from hybridtrain.policies.bounded_staleness import BoundedStaleness
+from hybridtrain.engine.policies.bounded_staleness import BoundedStaleness
+from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import allows, hints
 
 COMMON = Path(__file__).parents[3] / "conf" / "strategy" / "host" / "common.yaml"
@@ -44,7 +44,7 @@ def test_the_signature_names_the_policy_and_the_types_of_all_others() -> None:
         assert re.search(rf"^ \|      {name}: \S", page, re.MULTILINE), name
 
 
-def test_each_is_an_option_of_the_command_line() -> None:
+def test_each_option_of_a_strategy_is_an_option_of_the_command_line() -> None:
     names = re.findall(r"^([a-z]\w*):", COMMON.read_text(), re.MULTILINE)
     assert {*names, "policy"} == set(OPTIONS)
 
@@ -55,7 +55,7 @@ def test_the_policy_is_given_by_place_or_by_name() -> None:
     assert (one.workers_per_device, other.workers_per_device) == (1, 2)
 
 
-def test_lightnings_are_passed_on() -> None:
+def test_options_of_lightnings_own_strategy_are_passed_on() -> None:
     plugin = object()
     assert vars(HybridStrategy(checkpoint_io=plugin))["_checkpoint_io"] is plugin
 

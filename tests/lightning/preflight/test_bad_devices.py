@@ -14,9 +14,9 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.memory import limits
+from hybridtrain.engine.memory.limits import Gpu
 from hybridtrain.lightning.preflight import machine_checks
-from hybridtrain.memory import limits
-from hybridtrain.memory.limits import Gpu
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
 

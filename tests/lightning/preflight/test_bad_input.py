@@ -15,9 +15,9 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.worlds.start_workers import ProcessSpawner
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.failover.worker_end import advise
-from hybridtrain.worlds.local.start_workers import ProcessSpawner
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 
@@ -46,12 +46,14 @@ class Halves(Regression):
         return loss + super().training_step(batch, batch_idx)
 
 
-def test_two_parameters_that_share_part_of_a_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_parameters_that_share_part_of_a_storage_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with refused("the parameters one and two are two that share memory", monkeypatch):
         fit("hybrid", 2, 4, Halves(1))
 
 
-def test_an_expanded_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expanded_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Regression()
     module.net[0].bias = nn.Parameter(torch.zeros(1).expand(16))
     with refused(r"the elements of parameter net\.0\.bias share memory", monkeypatch):
@@ -76,7 +78,7 @@ def test_views_made_in_configure_model_are_found_in_the_worker() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
-def test_an_optimizer_of_parameters_that_are_not_the_modules(strategy: str) -> None:
+def test_an_optimizer_of_parameters_that_are_not_the_modules_is_refused(strategy: str) -> None:
     class Kept(Regression):
         def __init__(self) -> None:
             super().__init__()
@@ -90,7 +92,7 @@ def test_an_optimizer_of_parameters_that_are_not_the_modules(strategy: str) -> N
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
-def test_a_module_without_parameters_that_need_gradients(strategy: str) -> None:
+def test_a_module_without_parameters_that_need_gradients_is_refused(strategy: str) -> None:
     with pytest.raises(UserError, match="no parameters that need gradients; there is nothing to"):
         fit(strategy, 2, 4, Regression().requires_grad_(False))
 
@@ -118,7 +120,9 @@ def _in_a_pool(_: int) -> str:
     return "trained"
 
 
-def test_inside_a_pool_of_daemonic_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_inside_a_pool_of_daemonic_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore
     with refused(r"daemonic process .*use concurrent\.futures\.ProcessPoolExecutor", monkeypatch):
         fit("hybrid", 2, 4, Regression)
@@ -173,7 +177,7 @@ class Normed(Regression):
 
 
 @pytest.mark.parametrize("strategy", ["async", "ssp", "synchronous", "hogwild", "backup"])
-def test_averaged_weights_whose_statistics_take_one_more_pass(
+def test_averaged_weights_whose_statistics_take_one_more_pass_are_refused(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)

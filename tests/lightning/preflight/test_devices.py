@@ -13,9 +13,9 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.worker.device import KINDS, transfers
+from hybridtrain.engine.worker.device.cuda import CudaStreams
 from hybridtrain.errors import UserError
-from hybridtrain.worker.device import KINDS, transfers
-from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning import toys
 from tests.lightning.step.test_equality import OPTIMIZERS
 from tests.lightning.toys import Regression, distance, fit, regression_data

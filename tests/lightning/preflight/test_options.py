@@ -31,8 +31,8 @@ from pytorch_lightning.profilers import AdvancedProfiler, PassThroughProfiler, S
 from pytorch_lightning.tuner import Tuner
 from torch.utils.data import DataLoader
 
+from hybridtrain.engine.worlds.start_workers import ProcessSpawner
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.local.start_workers import ProcessSpawner
 from tests.lightning.toys import Regression, distance, fit, flat, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -118,7 +118,7 @@ def test_an_option_that_does_not_touch_the_arithmetic_changes_no_bit(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", by_default(HARMLESS, "detect_anomaly", "reload", "Timer"))
-def test_it_runs_asynchronously_too(
+def test_options_that_do_not_touch_the_arithmetic_also_run_asynchronously(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -283,7 +283,7 @@ def test_the_learning_rate_finder_brings_home_what_it_found(tmp_path: Path) -> N
     assert list(tmp_path.glob(".lr_find*")) == []
 
 
-def test_the_learning_rate_finder_as_a_callback(tmp_path: Path) -> None:
+def test_the_learning_rate_finder_works_as_a_callback(tmp_path: Path) -> None:
     callback = LearningRateFinder(num_training_steps=30, early_stop_threshold=None)
     module, trainer = fit(
         "hybrid", 2, 6, Found, callbacks=[callback], max_epochs=10, default_root_dir=tmp_path
@@ -346,7 +346,7 @@ def test_finding_a_batch_size_is_for_one_process(
     ],
     ids=["every 2", "every half", "every minute", "half of it", "overfit", "finder"],
 )
-def test_what_free_running_workers_cannot_do(
+def test_options_that_free_running_workers_cannot_follow_are_refused(
     options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused("async", f"{match}.*strategy=hybrid", monkeypatch, **options)

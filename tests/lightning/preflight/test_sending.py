@@ -18,9 +18,9 @@ from pytorch_lightning import Callback
 from torch import nn
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.worlds.start_workers import ProcessSpawner
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight.machine_checks import unsendable
-from hybridtrain.worlds.local.start_workers import ProcessSpawner
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit
 
@@ -62,7 +62,9 @@ class Local:
         (torch.ones(2, requires_grad=True) * 2, "model.net.hook", "detach"),
     ],
 )
-def test_the_innermost_attribute_is_named(what: Any, path: str, text: str) -> None:
+def test_the_innermost_attribute_that_cannot_be_sent_is_named(
+    what: Any, path: str, text: str
+) -> None:
     found = unsendable(Holder(what), "model")
     assert found is not None
     assert found[0] == path and text in found[1]
@@ -103,7 +105,7 @@ class Data(torch.utils.data.TensorDataset):
     ],
     ids=["module", "callback", "data"],
 )
-def test_before_any_process_is_started_the_attribute_is_named(
+def test_an_attribute_that_cannot_be_sent_is_named_before_any_process_is_started(
     start_method: str, change: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ProcessSpawner, "start", lambda *_: pytest.fail("a process was started"))
@@ -172,7 +174,9 @@ def test_a_script_without_a_guard_is_refused_under_spawn(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(), ("-m", "script")], ids=["file", "module"])
-def test_so_is_one_that_an_interpreter_of_its_own_runs(how: Any, tmp_path: Path) -> None:
+def test_a_script_without_a_guard_is_refused_in_an_interpreter_of_its_own(
+    how: Any, tmp_path: Path
+) -> None:
     done = run(tmp_path, "bare", "spawn", *how)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

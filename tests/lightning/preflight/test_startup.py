@@ -16,11 +16,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.memory import limits
+from hybridtrain.engine.worlds.process_world import ProcessWorld
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight import machine_checks
 from hybridtrain.lightning.preflight.machine_checks import MIB, Load, load_of
-from hybridtrain.memory import limits
-from hybridtrain.worlds.local.process_world import ProcessWorld
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
@@ -285,7 +285,7 @@ def test_a_limit_of_processes_is_said_in_one_line(monkeypatch: pytest.MonkeyPatc
         started.append(process)
         process.start()
 
-    monkeypatch.setattr("hybridtrain.worlds.local.start_workers._start", start)
+    monkeypatch.setattr("hybridtrain.engine.worlds.start_workers._start", start)
     with pytest.raises(UserError, match=r"2 workers cannot be started.*ulimit -u.*fewer workers"):
         make_trainer("hybrid", 2, max_epochs=1).fit(Regression(), DataLoader(regression_data(8), 2))
     started[0].join(10)

@@ -16,16 +16,16 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hybridtrain  # noqa: F401 (makes the strategies known)
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.exchanges import Requirements, begin_policy, make_exchange
+from hybridtrain.engine.exchanges.gradient import Gradient
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.protocol.messages import Clip
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Requirements, begin_policy, make_exchange
-from hybridtrain.exchanges.gradient import Gradient
-from hybridtrain.lightning.replay.module_task import ModuleTask, Schedules, VirtualTrainer
-from hybridtrain.policies import make_policy
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.worlds.virtual.network import Conditions
-from hybridtrain.worlds.virtual.script import Dies, Joins, Script
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.lightning.replay.module_task import ModuleTask, OptimizerSchedules, VirtualTrainer
+from hybridtrain.virtual.network import Conditions
+from hybridtrain.virtual.script import Dies, Joins, Script
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.virtual_world import VirtualWorld
 from tests.picking import by_default
 
 N = 22  # samples; the last global mini-batch of 2 workers with 4 each is an uneven one
@@ -165,7 +165,7 @@ def test_a_schedule_makes_a_step_for_each_of_several_updates_at_once() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     each = SimpleNamespace(scheduler=scheduler, interval="step", frequency=2)
-    schedules = Schedules(optimizer, [each])
+    schedules = OptimizerSchedules(optimizer, [each])
     assert schedules.updated(5) == ({"lr": 0.25},)
     assert schedules.epoch_ended() is None
     assert schedules.updated(6) is None, "each epoch counts anew"

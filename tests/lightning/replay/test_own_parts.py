@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy, rehearse_fit, replay_fit
+from hybridtrain.engine.recording import find_record, read_record
 from hybridtrain.errors import UserError
-from hybridtrain.recording import find_record, read_record
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.support.own_parts import Every, Largest, Quorum
 

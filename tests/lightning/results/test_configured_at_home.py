@@ -58,7 +58,7 @@ def test_what_configure_model_makes_is_there_after_training(strategy: str) -> No
     assert 0 < float((flat(module) - trained).abs().max()) < 0.5, "it went on from there"
 
 
-def test_evaluation_alone_makes_them_too() -> None:
+def test_layers_made_in_configure_model_are_there_after_an_evaluation_alone() -> None:
     module, trainer = Late(), make_trainer("hybrid", 1)
     first = validated(trainer, module)
     assert module.net is not None

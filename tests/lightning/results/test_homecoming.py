@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.engine.memory import scratch_file
 from hybridtrain.lightning import launcher
-from hybridtrain.memory import scratch_file
 from tests.lightning.toys import Regression, distance, fit
 
 
@@ -33,7 +33,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only there memory has a path")
-def test_what_is_heavy_is_in_no_message_and_all_the_same(
+def test_results_sent_in_shared_memory_are_those_sent_in_a_message(
     homes: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shared, trainer = fit("hybrid", 2, 6, lambda: Regression(adam), max_epochs=1)
@@ -83,7 +83,7 @@ def test_parameters_that_a_module_saves_otherwise_come_home_too(kind: Any) -> No
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only there memory has a path")
-def test_the_memory_is_given_back_once_nobody_looks_at_it() -> None:
+def test_shared_memory_of_results_is_freed_with_its_last_tensor() -> None:
     def held() -> int:
         found = 0
         for link in list(Path("/proc/self/fd").iterdir()):

@@ -104,7 +104,7 @@ def test_csv_has_the_same_rows_as_under_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
-def test_several_loggers_versions_and_folders(strategy: str, tmp_path: Path) -> None:
+def test_several_loggers_have_the_right_versions_and_folders(strategy: str, tmp_path: Path) -> None:
     for version in range(2):
         loggers: list[Logger] = [
             TensorBoardLogger(tmp_path, name="board"),
@@ -206,7 +206,9 @@ def test_a_logger_that_was_used_before_the_fork_goes_on(strategy: str, tmp_path:
 # ---- loggers of other packages, offline ---------------------------------------------------------
 
 
-def test_weights_and_biases_offline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_weights_and_biases_offline_writes_one_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     from pytorch_lightning.loggers import WandbLogger
 
@@ -217,7 +219,9 @@ def test_weights_and_biases_offline(tmp_path: Path, capfd: pytest.CaptureFixture
     assert [path.stem for path in runs] == [f"run-{trainer.logger.version}"]  # type: ignore[union-attr]
 
 
-def test_mlflow_with_a_store_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_with_a_store_in_a_folder_has_the_metrics_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     from pytorch_lightning.loggers import MLFlowLogger
 

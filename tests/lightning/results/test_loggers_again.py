@@ -162,7 +162,7 @@ ORDERS = [c for c in itertools.product(CALLS, repeat=3) if max(map(c.count, CALL
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("calls", ORDERS, ids="-".join)
-def test_every_order_of_calls_in_lock_step(
+def test_loggers_keep_their_rows_in_every_order_of_calls_in_lock_step(
     calls: tuple[str, ...], workers: int, tmp_path: Path
 ) -> None:
     check_lockstep(calls, "hybrid", workers, tmp_path)
@@ -171,7 +171,7 @@ def test_every_order_of_calls_in_lock_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("calls", ORDERS, ids="-".join)
-def test_every_order_of_calls_where_workers_run_freely(
+def test_loggers_keep_their_rows_in_every_order_of_calls_where_workers_run_freely(
     calls: tuple[str, ...], workers: int, tmp_path: Path
 ) -> None:
     check_free(calls, workers, tmp_path)

@@ -114,7 +114,9 @@ COUNTED = {"global_step", TOTAL, "optimizers", "predictions"}
 @pytest.mark.parametrize("how", by_default(["loaders", "module"], "loaders"))
 @pytest.mark.parametrize("strategy", by_default(STRATEGIES, "async"))
 @pytest.mark.parametrize("calls", by_default([(calls,) for calls in CALLS], (("fit",),)))
-def test_every_attribute_is_there(strategy: str, calls: tuple[str, ...], how: str) -> None:
+def test_the_callers_trainer_has_every_attribute_that_it_has_on_one_device(
+    strategy: str, calls: tuple[str, ...], how: str
+) -> None:
     alone = said(trained("auto", calls, 1, how))
     several = said(trained(strategy, calls, 2, how))
     assert several.keys() == alone.keys()

@@ -27,7 +27,7 @@ from trials.cell import (
 )
 from trials.tap import same, state_in, tapped
 
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.engine.updates.thread_pool import Pool
 from tests.picking import by_default
 
 POLICIES = ["stop", "continue", "restart"]
@@ -105,11 +105,11 @@ class Failing(Halfway):
 
 
 def trial(pool: type[Halfway], folder: Path) -> tuple[str, States]:
-    import hybridtrain.server.server
+    import hybridtrain.engine.server.server
 
     in_small_chunks()
     pool.count = 0  # type: ignore[attr-defined]
-    hybridtrain.server.server.Pool = pool  # type: ignore[misc]
+    hybridtrain.engine.server.server.Pool = pool  # type: ignore[misc]
     taps: list[Any] = []
     work.LISTENERS.append(lambda diary: taps.append(tapped(True, diary)))
     try:
@@ -146,7 +146,9 @@ def test_arithmetic_that_fails_half_way_is_not_saved(undisturbed: States) -> Non
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
-def test_part_of_the_matrix(strategy: str, policy: str, undisturbed: States) -> None:
+def test_every_eighth_case_of_the_fault_matrix_leaves_a_whole_update(
+    strategy: str, policy: str, undisturbed: States
+) -> None:
     """Every eighth case of it; ``scripts/fault_matrix.py`` tries all."""
     for case in cases([strategy], [policy])[POLICIES.index(policy) :: 8]:
         check(try_out(case, undisturbed))

@@ -19,9 +19,7 @@ from pytorch_lightning.callbacks import (
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning.step import parameter_readers
-from hybridtrain.lightning.step.parameter_readers import may_hold
-from hybridtrain.protocol.messages import (
+from hybridtrain.engine.protocol.messages import (
     Done,
     Gather,
     Gathered,
@@ -32,7 +30,9 @@ from hybridtrain.protocol.messages import (
     Stats,
     Stop,
 )
-from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.lightning.step import parameter_readers
+from hybridtrain.lightning.step.parameter_readers import may_hold
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
 # ---- the client ---------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def line() -> Script:
     return Script()
 
 
-def test_an_offer_does_not_wait_and_is_settled_once(line: Script) -> None:
+def test_a_push_that_is_offered_does_not_wait_and_is_settled_once(line: Script) -> None:
     client, taken = Client(0, 2, line), list[Released]()
     client.offer(Push(0, 1.0), taken.append)
     assert line.sent == [Push(0, 1.0)]
@@ -72,7 +72,7 @@ def test_an_offer_does_not_wait_and_is_settled_once(line: Script) -> None:
     assert client.version == 7
 
 
-def test_whatever_is_asked_next_settles_first(line: Script) -> None:
+def test_any_request_behind_an_offered_push_settles_the_push_first(line: Script) -> None:
     client, taken = Client(0, 2, line), list[Released]()
     client.offer(Push(0, 1.0), taken.append)
     line.replies += [Released(3), Stats({"updates": 3})]
@@ -192,13 +192,13 @@ class OwnSchedule(torch.optim.lr_scheduler.LambdaLR):
     """May look at anything."""
 
 
-def test_ordinary_training_does_not_look(tmp_path: Any) -> None:
+def test_workers_go_on_before_their_release_in_ordinary_training(tmp_path: Any) -> None:
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     assert rests(callbacks=[Elsewhere(), saving], enable_checkpointing=True)
     assert rests(Regression(schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)))
 
 
-def test_neither_do_workers_wait_that_run_freely() -> None:
+def test_free_running_workers_go_on_before_their_release() -> None:
     """Where a push is part of an update when its release comes: they know what will be counted."""
     assert rests(policy="async") and rests(policy="hogwild")
     assert not rests(callbacks=[ByName()], policy="async")
@@ -240,22 +240,24 @@ def test_what_is_counted_before_the_release_is_what_was_counted_after_it(policy:
 
 
 @pytest.mark.parametrize("module", [Hooked, Moving])
-def test_a_module_may_look(module: Any) -> None:
+def test_workers_wait_for_their_release_where_the_module_may_look_at_parameters(
+    module: Any,
+) -> None:
     assert not rests(module())
 
 
-def test_a_callback_may_look() -> None:
+def test_workers_wait_for_their_release_where_a_callback_may_look_at_parameters() -> None:
     assert not rests(callbacks=[ByName()])
     assert not rests(callbacks=[BarThatLooks()], enable_progress_bar=True)
     assert not rests(callbacks=[LambdaCallback(on_train_batch_end=lambda *_: None)])
     assert not rests(callbacks=[WeightAveraging()])
 
 
-def test_a_schedule_of_the_users_may_look() -> None:
+def test_workers_wait_for_their_release_where_a_users_schedule_may_look_at_parameters() -> None:
     assert not rests(Regression(schedule=lambda o: OwnSchedule(o, lambda step: 1.0)))
 
 
-def test_data_that_hold_the_module_may_look() -> None:
+def test_workers_wait_for_their_release_where_the_data_hold_the_module() -> None:
     module = Regression()
     loader = DataLoader(regression_data(), 8, collate_fn=Mining(module))
     assert not rests(module, data=loader)
@@ -341,7 +343,9 @@ def test_samples_that_know_their_data_set_are_gone_through_once() -> None:
     assert may_hold([data], module)
 
 
-def test_where_the_search_gives_up_a_module_may_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_for_the_module_that_gives_up_assumes_that_the_module_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(parameter_readers, "_MOST", 10)
     chain: list[Any] = []
     for _ in range(12):
@@ -387,7 +391,7 @@ class Looking(pl.Callback):
         assert not torch.equal(module.ends[0], module.ends[1])
 
 
-def test_who_looks_at_the_end_of_a_step_sees_the_step() -> None:
+def test_a_callback_that_looks_at_the_end_of_a_step_sees_that_step() -> None:
     trainer = make_trainer("hybrid", 2, callbacks=[Looking()], max_epochs=2)
     trainer.fit(Witness(), DataLoader(regression_data(), 4, shuffle=True))
     assert trainer.global_step == 12

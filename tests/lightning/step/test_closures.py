@@ -88,7 +88,9 @@ class Two(Regression):
         return WOLFE(self.net[0].parameters()), torch.optim.Adam(self.net[2].parameters(), lr=0.01)
 
 
-def test_manual_optimization_beside_another_optimizer(tmp_path: Path) -> None:
+def test_lbfgs_beside_another_optimizer_in_manual_optimization_equals_one_process(
+    tmp_path: Path,
+) -> None:
     compare(Two, tmp_path, 1e-8, max_epochs=1, **EXACT)
 
 
@@ -234,7 +236,7 @@ def test_an_optimizer_that_steps_by_methods_of_its_own_steps_in_every_worker_ali
 # ---- ends ---------------------------------------------------------------------------------------
 
 
-def test_free_running_workers_cannot_be_driven() -> None:
+def test_lbfgs_is_refused_where_workers_run_freely() -> None:
     with pytest.raises(UserError, match=r"LBFGS .* use strategy=hybrid, or Adam or SGD"):
         fit("async", 2, 6, partial(Regression, LBFGS))
 

@@ -17,8 +17,8 @@ import pytorch_lightning as pl
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.protocol.messages import name_of
-from hybridtrain.worlds.local.channel import Channel
+from hybridtrain.engine.protocol.messages import name_of
+from hybridtrain.engine.worlds.channel import Channel
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 STEPS = range(3, 7)  # of worker 0, between its first and its last mini-batches
@@ -95,7 +95,7 @@ def test_workers_in_lock_step_ring_once_for_each_other_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Who comes last makes the update; nothing is sent."""
-    monkeypatch.setattr("hybridtrain.worker.makers.last_worker.PATIENCE_S", 60.0)
+    monkeypatch.setattr("hybridtrain.engine.worker.makers.last_worker.PATIENCE_S", 60.0)
     found = counted(HybridStrategy("hybrid"), 3, 240, tmp_path, range(5, 16))
     assert [each for each in found if each not in ({}, {"bells": 2})] == []
 
@@ -106,7 +106,7 @@ def test_workers_that_step_the_masters_tell_of_many_steps_together(
     policy: str, monkeypatch: Any, tmp_path: Path
 ) -> None:
     """As many as half of the mini-batches that were drawn at once; fewer near the end."""
-    monkeypatch.setattr("hybridtrain.worker.makers.in_place._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.engine.worker.makers.in_place._TELL_S", 1e9)
     found = counted(HybridStrategy(policy), 1, 800, tmp_path, range(3, 100))
     told = [n for n, each in enumerate(found) if each.get("Push")]
     assert all(set(each) <= set(ONE_EACH_WAY) for each in found), "nothing else is said"

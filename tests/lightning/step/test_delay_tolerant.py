@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.updates.delay_tolerant import AdaptiveRevision
 from hybridtrain.errors import UserError
-from hybridtrain.updates.delay_tolerant import AdaptiveRevision
 from tests.lightning.toys import Regression, distance, fit, flat, make_trainer, regression_data
 
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=1.0, eps=0.0)
@@ -22,7 +22,9 @@ IN_64 = {"precision": "64-true", "max_epochs": 3}
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "workers", "batch"), [("async", 1, 8), ("synchronous", 2, 4)])
-def test_where_nothing_is_late_it_is_adagrad(strategy: str, workers: int, batch: int) -> None:
+def test_adaptive_revision_is_adagrad_where_no_gradient_is_late(
+    strategy: str, workers: int, batch: int
+) -> None:
     data = regression_data(48, torch.float64)
     plain, _ = fit(strategy, workers, batch, partial(Regression, ADAGRAD), data, **IN_64)
     told, _ = fit(
@@ -49,7 +51,7 @@ def test_where_nothing_is_late_it_is_adagrad(strategy: str, workers: int, batch:
         ("async_ada_da", {"name": "k_async", "k": 2}),
     ],
 )
-def test_free_running_workers_learn_with_it(name: str, policy: Any) -> None:
+def test_free_running_workers_learn_with_delay_tolerant_updates(name: str, policy: Any) -> None:
     strategy = HybridStrategy(policy, update={"name": name, "lr": 0.1})
     trained, _ = fit(strategy, 3, 4, Regression, max_epochs=30)
     with torch.no_grad():
@@ -59,7 +61,7 @@ def test_free_running_workers_learn_with_it(name: str, policy: Any) -> None:
     assert after < 0.8 * before
 
 
-def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_run_with_adaptive_revision_resumes_to_the_bit(tmp_path: Path) -> None:
     def run(epochs: int, ckpt: Path | None = None) -> tuple[Any, Any]:
         strategy = HybridStrategy("async", update=REVISION)
         trainer = make_trainer(strategy, 1, max_epochs=epochs, default_root_dir=tmp_path)
@@ -83,7 +85,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
         ({"name": "adaptive_revision", "lr": -1.0}, ["update=adaptive_revision", "from 0 on"]),
     ],
 )
-def test_what_it_does_not_take_is_named(update: Any, named: list[str]) -> None:
+def test_bad_options_of_delay_tolerant_updates_are_named(update: Any, named: list[str]) -> None:
     with pytest.raises(UserError) as error:
         fit(HybridStrategy("async", update=update), 1, 8)
     for fragment in named:

@@ -13,13 +13,13 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.exchanges import WorkerGradients, make_exchange
+from hybridtrain.engine.exchanges.compression import PowerSGD
+from hybridtrain.engine.exchanges.gradient import Gradient
+from hybridtrain.engine.exchanges.sign_sgd import Majority, Signs, SignSGD
+from hybridtrain.engine.updates.named import Median, TrimmedMean
+from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import WorkerGradients, make_exchange
-from hybridtrain.exchanges.compression import PowerSGD
-from hybridtrain.exchanges.gradient import Gradient
-from hybridtrain.exchanges.sign_sgd import Majority, Signs, SignSGD
-from hybridtrain.updates.named import Median, TrimmedMean
-from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -324,7 +324,9 @@ class Short(Weighted):
         ),
     ],
 )
-def test_what_makes_no_sense_is_one_line(workers: int, strategy: dict[str, Any], said: str) -> None:
+def test_codecs_and_merge_rules_that_make_no_sense_are_refused_in_one_line(
+    workers: int, strategy: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError, match=said) as error:
         trained(Given(), workers, **strategy)
     assert "\n" not in str(error.value)
@@ -351,7 +353,7 @@ def test_a_module_without_an_optimizer_has_nothing_to_encode() -> None:
     assert trainer.current_epoch == 1 and torch.equal(module.net[0].weight, before)
 
 
-def test_rules_of_the_paper() -> None:
+def test_median_and_trimmed_mean_are_the_rules_of_the_paper() -> None:
     parts = [
         WorkerGradients(w, 0.2, 0, [torch.tensor([float(v)]), None])
         for w, v in enumerate((5, 1, 100, 2, 3))

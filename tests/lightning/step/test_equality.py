@@ -132,7 +132,7 @@ class TwoGroups(Regression):
         )
 
 
-def test_groups_frozen_and_unused_parameters() -> None:
+def test_groups_with_frozen_and_unused_parameters_equal_one_worker_and_ddp() -> None:
     whole, _ = fit("hybrid", 1, 12, TwoGroups)
     shared, _ = fit("hybrid", 2, 6, TwoGroups)
     ddp = DDPStrategy(start_method="fork", find_unused_parameters=True)
@@ -172,7 +172,7 @@ class Gan(pl.LightningModule):
         )
 
 
-def test_manual_optimization_with_two_optimizers() -> None:
+def test_manual_optimization_with_two_optimizers_equals_one_worker() -> None:
     whole, _ = fit("hybrid", 1, 12, Gan)
     shared, trainer = fit("hybrid", 3, 4, Gan)
     assert distance(shared, whole) < 1e-6

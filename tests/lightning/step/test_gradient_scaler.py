@@ -106,7 +106,7 @@ def test_a_step_without_any_gradient_leaves_the_scaler_alone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("worker", "at"), [(0, (1, 0)), (1, (1, 0)), (1, (0, 0))])
-def test_so_does_a_worker_whose_step_has_no_loss(
+def test_a_worker_whose_step_has_no_loss_keeps_the_scale_of_the_others(
     worker: int, at: tuple[int, int], tmp_path: Path
 ) -> None:
     here, there = folders(tmp_path)

@@ -91,14 +91,14 @@ def finetuning() -> BaseFinetuning:
 
 
 @pytest.mark.parametrize("name", ["flat", "whole"])
-def test_backbone_finetuning(name: str) -> None:
+def test_backbone_finetuning_equals_one_device(name: str) -> None:
     module = partial(Backbone, KINDS[name])
     alone, _ = fit("auto", 1, 48, module, max_epochs=6, callbacks=[finetuning()])
     shared, _ = fit("hybrid", 2, 24, module, max_epochs=6, callbacks=[finetuning()])
     assert distance(shared, alone) < 1e-6
 
 
-def test_backbone_finetuning_where_gradients_are_looked_at() -> None:
+def test_backbone_finetuning_equals_one_device_where_hooks_look_at_gradients() -> None:
     class Looking(Backbone):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             for parameter in self.parameters():

@@ -163,7 +163,7 @@ def test_a_checkpoint_that_one_worker_makes_alone_changes_nothing(
         (2, 3, "of 2 workers and 3 train: the others begin with that of worker 0"),
     ],
 )
-def test_of_another_number_of_workers_it_is_said_what_is_kept(
+def test_a_checkpoint_of_another_number_of_workers_says_which_workers_states_are_kept(
     before: int, now: int, said: str, tmp_path: Path
 ) -> None:
     fitted(tmp_path, SCHEMES["elastic"], before, max_epochs=1)

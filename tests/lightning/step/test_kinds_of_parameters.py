@@ -85,7 +85,9 @@ def compare_all(module: Any, **options: Any) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("module", [Zoo, Looking])
 @pytest.mark.parametrize("name", by_default(MAKES, "SGD", "Adam"))
-def test_dtypes_shapes_and_formats_at_once(name: str, module: Any) -> None:
+def test_parameters_of_all_dtypes_shapes_and_formats_at_once_equal_one_device(
+    name: str, module: Any
+) -> None:
     compare_all(partial(module, MAKES[name]))
 
 
@@ -94,7 +96,9 @@ def test_a_global_norm_spans_dtypes() -> None:
 
 
 @pytest.mark.parametrize("name", by_default(MAKES, "Adam"))
-def test_their_state_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_optimizer_states_of_all_kinds_of_parameters_resume_to_the_bit(
+    name: str, tmp_path: Path
+) -> None:
     module = partial(Zoo, MAKES[name])
     path = saved("hybrid", 2, 6, module, tmp_path)
     resumed, _ = fit("hybrid", 2, 6, module, ckpt_path=str(path), max_epochs=3)
@@ -102,7 +106,7 @@ def test_their_state_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
 
 
-def test_free_running_workers_have_them_too() -> None:
+def test_free_running_workers_train_all_kinds_of_parameters() -> None:
     trained, _ = fit("async", 2, 6, partial(Zoo, MAKES["Adam"]))
     assert all(bool(torch.isfinite(p).all()) for p in trained.parameters())
 
@@ -129,6 +133,6 @@ def test_frozen_parameters_of_any_dtype_stay_as_they_are(strategy: str) -> None:
     assert all(torch.equal(each, torch.ones(5)) for each in frozen)
 
 
-def test_they_cannot_move() -> None:
+def test_int8_parameters_are_refused_where_workers_train_on_their_own() -> None:
     with pytest.raises(UserError, match=r"parameter of torch.int8 with exchange=.*leave it out"):
         fit("local_sgd", 2, 6, Quantized)

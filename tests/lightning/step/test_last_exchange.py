@@ -20,7 +20,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.exchanges.elastic import Elastic
+from hybridtrain.engine.exchanges.elastic import Elastic
 from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
 from hybridtrain.lightning.preflight.strategy_checks import advise_on_interval
 from tests.lightning.failover.counting import Counting

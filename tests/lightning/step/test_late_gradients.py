@@ -13,9 +13,9 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.updates.staleness import CORRECTIONS
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight.strategy_checks import advise, advise_on_late
-from hybridtrain.updates.staleness import CORRECTIONS
 from tests.lightning.toys import Regression, distance, fit, make_trainer, regression_data
 from tests.picking import by_default
 
@@ -103,13 +103,17 @@ def test_momentum_beside_late_gradients_is_warned_of_with_the_figure_of_the_theo
     ("optimizers", "staleness"),
     [(sgd(0.9), 0.0), (sgd(0.0), 3.0), ([torch.optim.Adam([torch.zeros(1)])], 3.0), ([], 3.0)],
 )
-def test_without_momentum_or_lateness_nothing_is_said(optimizers: Any, staleness: float) -> None:
+def test_no_warning_of_late_gradients_comes_without_momentum_or_lateness(
+    optimizers: Any, staleness: float
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         advise(optimizers, staleness)
 
 
-def test_the_warning_comes_once_from_the_first_worker(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_warning_of_late_gradients_comes_once_from_the_first_worker(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     said = tmp_path / "said"
 
     def note(message: Any, *_: Any, **__: Any) -> None:

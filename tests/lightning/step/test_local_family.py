@@ -18,7 +18,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Subset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.protocol.spans import shares_of
+from hybridtrain.engine.protocol.spans import shares_of
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
 

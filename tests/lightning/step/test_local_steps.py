@@ -13,9 +13,9 @@ from pytorch_lightning.callbacks import BaseFinetuning, EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.protocol.spans import shares_of
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.loop_hooks import logged_step
-from hybridtrain.protocol.spans import shares_of
 from tests.lightning.toys import (
     Manual,
     Recorder,
@@ -183,7 +183,9 @@ def test_a_warm_start_leaves_the_first_updates_to_one_worker(updates: int, tmp_p
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "downpour"])
-def test_by_its_name_it_learns_and_what_is_left_are_the_masters(name: str, tmp_path: Path) -> None:
+def test_local_sgd_and_downpour_by_name_learn_and_leave_the_masters_in_the_module(
+    name: str, tmp_path: Path
+) -> None:
     module: Any = make()
     data = DataLoader(regression_data(N, torch.float64), SIZE)
     before = sum(loss_of(module, batch).item() for batch in data)
@@ -424,7 +426,7 @@ def test_an_optimizer_that_cannot_be_served_is_refused(
         ({}, "averaged", ["EMAWeightAveraging", "each worker's own", "exchange=gradient"]),
     ],
 )
-def test_what_does_not_go_with_it_is_said_before_a_process_is_started(
+def test_options_that_do_not_go_with_local_steps_are_refused_before_a_process_starts(
     options: dict[str, Any], change: str | None, fragments: list[str], tmp_path: Path
 ) -> None:
     class Own(Manual, Regression): ...

@@ -70,5 +70,5 @@ def test_code_that_names_a_gradient_is_recognised(make: Any) -> None:
     "make",
     [Plain, pl.LightningModule, pl.callbacks.EarlyStopping, partial(watcher, torch.sum)],
 )
-def test_code_that_does_not_is_left_alone(make: Any) -> None:
+def test_code_that_names_no_gradient_is_left_alone(make: Any) -> None:
     assert not names_a_gradient([make("x")] if make is pl.callbacks.EarlyStopping else [make()])

@@ -28,7 +28,9 @@ def documented(name: str) -> Any:
 @pytest.mark.parametrize(
     "policy, workers", [("hybrid", 1), ("hybrid", 2), ("hybrid", 3), ("async", 1)]
 )
-def test_it_is_local_sgd(policy: str, workers: int, tmp_path: Path) -> None:
+def test_the_documented_exchange_of_ones_own_is_local_sgd(
+    policy: str, workers: int, tmp_path: Path
+) -> None:
     ends = []
     for exchange in (documented("EverySecond"), {"name": "movement", "every": 2}):
         torch.manual_seed(0)

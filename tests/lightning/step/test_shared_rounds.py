@@ -17,10 +17,10 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.protocol.messages import name_of
+from hybridtrain.engine.protocol.shared_round import ArrivalResult, SharedRound
+from hybridtrain.engine.server.server import ParameterServer
 from hybridtrain.lightning import launcher
-from hybridtrain.protocol.messages import name_of
-from hybridtrain.protocol.shared_round import ArrivalResult, SharedRound
-from hybridtrain.server.server import Server
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
 from tests.support.ends import first
@@ -31,19 +31,19 @@ STEPS = 20  # of an epoch
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: Any) -> None:
     """No round is called off because this machine is slow."""
-    monkeypatch.setattr("hybridtrain.worker.makers.last_worker.PATIENCE_S", 5.0)
+    monkeypatch.setattr("hybridtrain.engine.worker.makers.last_worker.PATIENCE_S", 5.0)
 
 
 @pytest.fixture
 def messages(monkeypatch: Any) -> Counter[str]:
     """What the server hears, by kind."""
-    heard, on = Counter[str](), Server.on
+    heard, on = Counter[str](), ParameterServer.on
 
-    def counted(server: Server, event: Any) -> Any:
+    def counted(server: ParameterServer, event: Any) -> Any:
         heard[name_of(getattr(event, "message", event))] += 1
         return on(server, event)
 
-    monkeypatch.setattr(Server, "on", counted)
+    monkeypatch.setattr(ParameterServer, "on", counted)
     return heard
 
 
@@ -89,7 +89,9 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "case", by_default(CASES, "three workers", "schedule", "clipped", "accumulated")
 )
-def test_the_bits_are_those_of_the_server(case: str, messages: Counter[str]) -> None:
+def test_rounds_that_workers_make_have_the_bits_of_the_servers(
+    case: str, messages: Counter[str]
+) -> None:
     mine, n = trained(**CASES[case]), CASES[case].get("n", 2)
     assert messages["Push"] <= 10 * n, "nearly all rounds were made by workers"
     theirs = by_the_server(**CASES[case])
@@ -111,10 +113,10 @@ class Slow(pl.Callback):
 
 
 @pytest.mark.slow
-def test_who_is_late_is_waited_for_by_the_server(
+def test_a_late_worker_is_waited_for_by_the_server(
     monkeypatch: pytest.MonkeyPatch, messages: Counter[str]
 ) -> None:
-    monkeypatch.setattr("hybridtrain.worker.makers.last_worker.PATIENCE_S", 0.1)
+    monkeypatch.setattr("hybridtrain.engine.worker.makers.last_worker.PATIENCE_S", 0.1)
     late = trained(callbacks=[Slow()])
     assert messages["Push"] >= 6
     usual = trained()
@@ -149,7 +151,9 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", UNUSUAL)
-def test_what_is_unusual_the_server_does(what: str, messages: Counter[str]) -> None:
+def test_unusual_rounds_are_made_by_the_server_with_the_same_bits(
+    what: str, messages: Counter[str]
+) -> None:
     options = {"make": lambda p: torch.optim.SGD(p, lr=0.01), **UNUSUAL[what]}
     mine = trained(**options)
     assert 2 * 3 <= messages["Push"] < 2 * STEPS, "some rounds, but few"
@@ -159,7 +163,7 @@ def test_what_is_unusual_the_server_does(what: str, messages: Counter[str]) -> N
 
 
 @pytest.mark.slow
-def test_a_run_that_is_recorded_is_made_in_the_same_way(
+def test_workers_make_their_rounds_themselves_in_a_recorded_run_as_well(
     messages: Counter[str], tmp_path: Path
 ) -> None:
     trained(strategy=HybridStrategy("hybrid", record=tmp_path / "record"))
@@ -196,7 +200,7 @@ def kills(patch: Any, when: str, flag: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("when", by_default(["computes", "waits", "makes"], "waits", "makes"))
-def test_who_is_killed_leaves_a_whole_update_or_none(
+def test_a_killed_worker_leaves_a_whole_update_or_none(
     when: str, monkeypatch: pytest.MonkeyPatch, messages: Counter[str], tmp_path: Path
 ) -> None:
     """With another process in its place, the bits are those of a run in which nothing happens."""
@@ -211,7 +215,7 @@ def test_who_is_killed_leaves_a_whole_update_or_none(
 
 
 @pytest.mark.parametrize("when", by_default(["computes", "waits", "makes"], "makes"))
-def test_the_others_go_on_without_one_that_is_gone(
+def test_the_other_workers_go_on_without_a_killed_one(
     when: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kills(monkeypatch, when, tmp_path / "killed")
@@ -249,7 +253,7 @@ class Fails(Regression):
 def test_a_run_that_is_broken_off_saves_the_learning_rate_of_its_epoch(
     policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybridtrain.worker.makers.in_place._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.engine.worker.makers.in_place._TELL_S", 1e9)
     keep = ModelCheckpoint(tmp_path)
     options: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True}
     by_epoch = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1)

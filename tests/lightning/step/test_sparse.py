@@ -168,7 +168,7 @@ def test_clipping_acts_on_the_mean(algorithm: str) -> None:
     assert distance(shared, free) > 1e-4
 
 
-def test_accumulated_and_uneven_mini_batches(tmp_path: Path) -> None:
+def test_accumulated_and_uneven_sparse_mini_batches_equal_one_process(tmp_path: Path) -> None:
     compare(Mixed, tmp_path, data=sentences(), accumulate_grad_batches=2)
     compare(Mixed, tmp_path, data=sentences(29))
 

@@ -49,7 +49,7 @@ def test_parabola_with_any_number_of_workers_ends_in_the_same_place() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_parabola_over_all_2000_steps() -> None:
+def test_parabola_over_all_2000_steps_ends_where_one_worker_ends() -> None:
     assert distance(parabola(3, 2000), parabola(1, 2000)) < 1e-5
 
 

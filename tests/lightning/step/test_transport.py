@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.memory import Layout, Store
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Layout, Store
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
 from tests.picking import by_default
 
@@ -37,7 +37,7 @@ def narrow(**options: Any) -> HybridStrategy:
 
 
 @pytest.mark.parametrize("make", by_default([ADAM, SGD], ADAM))
-def test_it_equals_rounding_gradients_where_they_are_made(make: Any) -> None:
+def test_bf16_transport_equals_rounding_gradients_where_they_are_made(make: Any) -> None:
     plain, _ = fit("hybrid", 2, 6, partial(Rounds, make))
     shared, _ = fit(narrow(), 2, 6, partial(Regression, make))
     assert torch.equal(flat(shared), flat(plain))
@@ -48,7 +48,7 @@ def test_it_equals_rounding_gradients_where_they_are_made(make: Any) -> None:
 @pytest.mark.parametrize(
     "policy", by_default(["k_batch_sync", "async", {"name": "backup", "k": 1}], "async")
 )
-def test_it_goes_with_every_way_of_waiting(policy: Any) -> None:
+def test_bf16_transport_goes_with_every_way_of_waiting(policy: Any) -> None:
     shared, _ = fit(narrow(policy=policy), 1, 6, partial(Regression, ADAM))
     plain, _ = fit(HybridStrategy(policy=policy), 1, 6, partial(Rounds, ADAM))
     assert torch.equal(flat(shared), flat(plain))
@@ -62,7 +62,7 @@ class Looks(Regression):
         assert not torch.equal(weight, weight.bfloat16().float())
 
 
-def test_where_the_mean_is_looked_at_nothing_is_rounded() -> None:
+def test_bf16_transport_rounds_nothing_where_hooks_look_at_the_mean() -> None:
     seen, _ = fit(narrow(), 2, 6, partial(Looks, ADAM))
     plain, _ = fit("hybrid", 2, 6, partial(Looks, ADAM))
     assert torch.equal(flat(seen), flat(plain))
@@ -99,7 +99,7 @@ class Words(Regression):
         return self.net(batch[0].abs().long().clamp(max=9)).square().mean()
 
 
-def test_what_it_cannot_do_is_said() -> None:
+def test_unknown_values_and_impossible_combinations_of_transport_dtype_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"transport_dtype='fp8' was given; it must be bf16 or null"
     ):

@@ -17,15 +17,15 @@ from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy, Server, Worker
+from hybridtrain.engine.exchanges.summed import Summed
+from hybridtrain.engine.policies import make_policy
+from hybridtrain.engine.updates.searches import LBFGS, GradientDescent
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.summed import Summed
 from hybridtrain.lightning.preflight.strategy_checks import warn_of_unused
 from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
-from hybridtrain.policies import make_policy
-from hybridtrain.updates.searches import LBFGS, GradientDescent
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
-from hybridtrain.worlds.virtual.training_task import Scheduled, Timetable
-from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from hybridtrain.virtual.service_times import ServiceTimes
+from hybridtrain.virtual.training_task import Scheduled, Timetable
+from hybridtrain.virtual.virtual_world import VirtualWorld
 from tests.lightning.toys import Recorder, Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
 from tests.recording.test_replay import Run, check_equal
@@ -306,7 +306,7 @@ class Overflows(Regression):
         (lambda: Overflows().double(), {}, ["worker 1", "mini-batch 1", "not finite", "net.0"]),
     ],
 )
-def test_what_it_cannot_compare_is_refused_by_name(
+def test_sandblaster_refuses_by_name_what_it_cannot_compare(
     module: Any, options: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(UserError) as refused:
@@ -322,7 +322,7 @@ def test_what_it_cannot_compare_is_refused_by_name(
         {"policy": "sandblaster", "exchange": "movement", "update": "mean"},
     ],
 )
-def test_its_parts_belong_together(parts: dict[str, Any]) -> None:
+def test_parts_of_sandblaster_are_refused_apart_from_one_another(parts: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="strategy=sandblaster"):
         make_trainer(HybridStrategy(**parts), 2).fit(made(), DataLoader(data(), 4))
 
@@ -481,7 +481,7 @@ class Slow(Regression):
 
 
 @pytest.mark.parametrize("workers", by_default([2, 3], 2))
-def test_what_they_log_counts_once(workers: int, tmp_path: Path) -> None:
+def test_values_that_sandblaster_workers_log_count_once(workers: int, tmp_path: Path) -> None:
     """When a portion is broken off is not recorded, so a replay needs this, too."""
     run = Run(tmp_path, "sandblaster", workers, module=Slow, trainer={"max_epochs": 3})
     record = run.record()
@@ -509,7 +509,7 @@ def test_a_run_is_replayed_to_the_bit(workers: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", by_default([1, 2, 5], 2))
-def test_in_virtual_time_it_is_one_process_with_all_data(workers: int) -> None:
+def test_sandblaster_in_virtual_time_equals_one_process_with_all_data(workers: int) -> None:
     module = made()
     task = ModuleTask(module, VirtualTrainer(workers), DataLoader(data(), 7), 0)
     times = ServiceTimes("exponential", slower={0: 3.0})

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.options.schemes import parts_of
 from hybridtrain.registration import NAMES
-from hybridtrain.schemes import parts_of
 from tests.lightning.toys import Regression, fit, flat, make_trainer, regression_data
 from tests.picking import but_slow, by_default
 
@@ -254,6 +254,8 @@ def test_workers_in_turn_with_clamped_weights_are_one_device_to_the_bit(workers:
 
 def test_without_a_map_of_pages_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = fit("hybrid", 2, 6, Decayed)
-    monkeypatch.setattr("hybridtrain.memory.worker_view.copy_on_write_is_seen", lambda: False)
+    monkeypatch.setattr(
+        "hybridtrain.engine.memory.worker_view.copy_on_write_is_seen", lambda: False
+    )
     other, _ = fit("hybrid", 2, 6, Decayed)
     assert torch.equal(flat(one), flat(other))

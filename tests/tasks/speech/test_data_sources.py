@@ -18,7 +18,7 @@ from hybridtrain.tasks.speech.datamodule import SpeechDataModule, check_all
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.sources.fsdd import Fsdd
 from hybridtrain.tasks.speech.sources.manifest import CsvManifest, LibriSpeech
-from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance, frames_needed
+from hybridtrain.tasks.speech.sources.utterance import AudioClip, Utterance, frames_needed
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 HEADER = "wav_filename,wav_filesize,transcript\n"
@@ -172,7 +172,7 @@ def test_the_room_ctc_needs_counts_repeats_and_the_models_stride():
 
 def test_frames_per_output_is_respected_by_the_checks(tmp_path: Path):
     sound = write_sound(tmp_path / "a.wav", seconds=0.112)  # 5 frames
-    utterance = Utterance("a", "aaa", (Clip(str(sound)),))
+    utterance = Utterance("a", "aaa", (AudioClip(str(sound)),))
     assert check_all([utterance], Alphabet(), Features(), 1)[0][0].samples == 1792
     with pytest.raises(UserError, match="need 9 feature frames, the sound has 5"):
         check_all([utterance], Alphabet(), Features(), 2)

@@ -20,7 +20,9 @@ from hybridtrain.tasks.speech.metrics import ErrorCounts, Sentence, count_errors
         ("ab", "a b", (2, 1), (1, 2)),
     ],
 )
-def test_counts(truth: str, heard: str, words: tuple[int, int], chars: tuple[int, int]) -> None:
+def test_wrong_words_and_characters_are_counted(
+    truth: str, heard: str, words: tuple[int, int], chars: tuple[int, int]
+) -> None:
     assert count_errors([truth], [heard]) == ErrorCounts(*words, *chars)
 
 

@@ -1,4 +1,4 @@
-"""`python -m hybridtrain.transcribe`."""
+"""`python -m hybridtrain transcribe`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import soundfile
 import torch
 
-from hybridtrain import transcribe
+from hybridtrain.cli.commands import transcribe
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.lm import estimate
 from tests.tasks.speech.speech_batches import Batches, batch_of, tiny_module, trainer
@@ -215,7 +215,7 @@ def test_wrong_arguments_are_one_line(
 
 @pytest.mark.slow
 def test_runs_as_a_module(ckpt: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hybridtrain.transcribe", f"ckpt={ckpt}"]
+    command = [sys.executable, "-m", "hybridtrain", "transcribe", f"ckpt={ckpt}"]
     done = subprocess.run(
         [*command, tone(tmp_path / "a.wav")],
         capture_output=True,

@@ -74,7 +74,7 @@ def test_a_line_may_be_longer_than_what_is_looked_at_together(
 
 
 @pytest.mark.slow
-def test_a_line_of_a_million_words(tmp_path: Path) -> None:
+def test_a_line_of_a_million_words_is_counted_and_encoded(tmp_path: Path) -> None:
     path = tmp_path / "line.txt"
     path.write_text("one two three four " * 250_000)
     counted = dict.fromkeys(("one", "two", "three", "four"), 250_000)
@@ -95,7 +95,7 @@ def test_bytes_that_are_no_utf_8_are_named_or_replaced_or_left_out(tmp_path: Pat
     assert lines_of(TextFiles([path], errors="ignore"))[2] == ["caf", "au", "lait"]
 
 
-def test_a_gzip_file_that_is_damaged(tmp_path: Path) -> None:
+def test_a_gzip_file_that_is_damaged_is_refused_by_name(tmp_path: Path) -> None:
     whole = gzip.compress(b"one two three " * 1000)
     for damaged in (whole[:-20], whole[:12] + b"\xff" * 9 + whole[21:], whole[:2] + b"\xff" * 20):
         (tmp_path / "a.gz").write_bytes(damaged)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridtrain import vectors as command
+from hybridtrain.cli.commands import vectors as command
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.words.questions import (
     KnownWords,
@@ -55,7 +55,7 @@ def test_gensim_opens_what_is_written(name: str, tmp_path: Path) -> None:
         ("v.txt.gz", gzip.compress(b"1 2\na 1 2\n", mtime=0)[:15], "v.txt.gz is damaged"),
     ],
 )
-def test_files_that_are_none_are_refused(
+def test_files_that_hold_no_word_vectors_are_refused(
     name: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -63,7 +63,7 @@ def test_files_that_are_none_are_refused(
         read_vectors(tmp_path / name)
 
 
-def test_neighbours_and_sums() -> None:
+def test_neighbours_of_words_and_of_sums_of_words_are_found() -> None:
     known = KnownWords(WORDS, VECTORS)
     assert known.most_similar("king", 2)[0] == ("man", pytest.approx(0.774, abs=1e-3))
     assert known.most_similar("king-man+woman", 1)[0][0] == "queen"
@@ -115,7 +115,9 @@ def test_files_without_questions_are_named(
         getattr(known, question)(tmp_path / "file")
 
 
-def test_analogies_and_similarities_of_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+def test_analogies_and_similarities_are_read_from_files_and_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:  # type: ignore[type-arg]
     write_vectors(tmp_path / "v.bin", WORDS, VECTORS)
     asked = tmp_path / "asked.txt"
     asked.write_text(": royal\nman king woman queen\nMan King Woman Apple\n: more\na b c d\n")
@@ -144,7 +146,9 @@ def test_analogies_and_similarities_of_files(tmp_path: Path, capsys: pytest.Capt
         (["v.bin", "most_similar=a", "top=0"], "top=0: give a number from 1 on"),
     ],
 )
-def test_bad_questions(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+def test_bad_questions_about_vectors_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:  # type: ignore[type-arg]
     assert command.main(arguments) == 2
     assert message in capsys.readouterr().err
 

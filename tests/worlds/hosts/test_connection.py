@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.hosts import connection, door, sockets, transport
-from hybridtrain.worlds.hosts.connection import HostConnection, HostLost, Listener, dial
-from hybridtrain.worlds.hosts.key import Key
+from hybridtrain.hosts import connection, door, sockets, transport
+from hybridtrain.hosts.connection import HostConnection, HostLost, Listener, dial
+from hybridtrain.hosts.key import Key
 
 KEY, OTHER = Key.new(), Key.new()
 HOME = "127.0.0.1"

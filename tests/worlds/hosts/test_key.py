@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.hosts.key import Key
+from hybridtrain.hosts.key import Key
 
 KEY = Key.new()
 

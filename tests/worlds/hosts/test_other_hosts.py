@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.messages import Done, Gather, Gone, Shared
-from hybridtrain.worlds.hosts.connection import HostLost, Listener, dial
-from hybridtrain.worlds.hosts.key import Key
-from hybridtrain.worlds.hosts.orders import Over
-from hybridtrain.worlds.hosts.other_hosts import Hosts, OtherHost, RemoteWorker
+from hybridtrain.engine.memory import Layout, Store
+from hybridtrain.engine.protocol.messages import Done, Gather, Gone, Shared
+from hybridtrain.hosts.connection import HostLost, Listener, dial
+from hybridtrain.hosts.key import Key
+from hybridtrain.hosts.orders import Over
+from hybridtrain.hosts.other_hosts import Hosts, OtherHost, RemoteWorker
 
 
 class Line:

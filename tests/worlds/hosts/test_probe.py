@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.worlds.hosts.connection import HostConnection, HostLost, Listener
-from hybridtrain.worlds.hosts.probe import answer, measure
+from hybridtrain.hosts.connection import HostConnection, HostLost, Listener
+from hybridtrain.hosts.probe import answer, measure
 from tests.worlds.hosts.test_connection import HOME, KEY, accepted, call
 
 

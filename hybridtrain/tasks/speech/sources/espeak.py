@@ -37,7 +37,7 @@ CALLBACK = ctypes.CFUNCTYPE(
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SpokenUtterance:
     """One utterance to speak, and the room and microphone it is heard through."""
 
     text: str
@@ -74,7 +74,7 @@ class Engine:
         self._lib.espeak_ng_SetRandSeed(ctypes.c_long(seed))
         ctypes.CDLL(None).srand(ctypes.c_uint(seed))
 
-    def say(self, job: Job) -> np.ndarray:
+    def say(self, job: SpokenUtterance) -> np.ndarray:
         """(N,) int16 at ``rate``."""
         if self._lib.espeak_SetVoiceByName(job.voice.encode()) != 0:
             raise RuntimeError(f"espeak-ng has no voice {job.voice}")
@@ -92,7 +92,7 @@ class Engine:
         return 0
 
 
-def record(spoken: np.ndarray, rate: int, job: Job) -> np.ndarray:
+def record(spoken: np.ndarray, rate: int, job: SpokenUtterance) -> np.ndarray:
     """(N,) int16 at ``rate`` to (N',) at 16 kHz: trimmed, coloured, levelled, with noise."""
     loud = np.flatnonzero(np.abs(spoken.astype(np.int32)) > QUIET)
     trimmed = spoken[loud[0] : loud[-1] + 1].astype(np.float32) / 32768
@@ -127,7 +127,7 @@ def _noise(length: int, tilt: float, seed: int) -> np.ndarray:
 
 def main(out: str) -> None:
     """Speak the jobs of standard input into ``out``."""
-    jobs = [Job(**job) for job in json.load(sys.stdin)]
+    jobs = [SpokenUtterance(**job) for job in json.load(sys.stdin)]
     engine = Engine()
     recorded = []
     for job in jobs:

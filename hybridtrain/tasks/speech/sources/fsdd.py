@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance, check_bounds
+from hybridtrain.tasks.speech.sources.utterance import AudioClip, Source, Utterance, check_bounds
 from hybridtrain.util.option_types import Checked, NotNegative, Positive
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -26,7 +26,7 @@ VAL_TAKES = range(5, 10)
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class FsddRecording:
     """One spoken digit."""
 
     path: str
@@ -72,10 +72,10 @@ class Fsdd(Checked, Source):
         return [_utterance(split, i, s, gaps) for i, (s, gaps) in enumerate(chosen)]
 
     def _compose(
-        self, recordings: list[Recording], wanted: int, rng: random.Random
-    ) -> Iterator[tuple[list[Recording], list[float]]]:
+        self, recordings: list[FsddRecording], wanted: int, rng: random.Random
+    ) -> Iterator[tuple[list[FsddRecording], list[float]]]:
         """At least ``wanted`` sequences that use every recording at least ``passes`` times."""
-        pool: list[Recording] = []
+        pool: list[FsddRecording] = []
         to_use, made = self.passes * len(recordings), 0
         while to_use > 0 or made < wanted:
             count = rng.randint(self.min_digits, self.max_digits)
@@ -88,7 +88,7 @@ class Fsdd(Checked, Source):
             to_use, made = to_use - count, made + 1
             yield sequence, [0.0, *gaps[1:]]
 
-    def _recordings(self) -> list[Recording]:
+    def _recordings(self) -> list[FsddRecording]:
         if not self.root:
             raise UserError("data=fsdd needs data.root=<the folder with recordings/>")
         root = Path(self.root).expanduser()
@@ -96,7 +96,7 @@ class Fsdd(Checked, Source):
         files = sorted(folder.iterdir()) if folder.is_dir() else []
         named = [(file, NAME.fullmatch(file.name)) for file in files]
         found = [
-            Recording(str(file), int(name[1]), name[2], int(name[3]))
+            FsddRecording(str(file), int(name[1]), name[2], int(name[3]))
             for file, name in named
             if name
         ]
@@ -114,8 +114,12 @@ def _split(take: int) -> str:
     return "val" if take in VAL_TAKES else "train"
 
 
-def _utterance(split: str, index: int, sequence: list[Recording], gaps: list[float]) -> Utterance:
+def _utterance(
+    split: str, index: int, sequence: list[FsddRecording], gaps: list[float]
+) -> Utterance:
     files = "+".join(Path(r.path).stem for r in sequence)
-    clips = tuple(Clip(r.path, gap_s=round(gap, 4)) for r, gap in zip(sequence, gaps, strict=True))
+    clips = tuple(
+        AudioClip(r.path, gap_s=round(gap, 4)) for r, gap in zip(sequence, gaps, strict=True)
+    )
     text = " ".join(WORDS[r.digit] for r in sequence)
     return Utterance(f"fsdd/{split}/{index:05d}: {files}", text, clips, speaker=sequence[0].speaker)

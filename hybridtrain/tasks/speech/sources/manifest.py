@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance
+from hybridtrain.tasks.speech.sources.utterance import AudioClip, Source, Utterance
 from hybridtrain.util.files import text_lines
 from hybridtrain.util.option_types import Checked, Natural
-from hybridtrain.util.tables import Row, read_table, whole_number
+from hybridtrain.util.tables import TableRow, read_table, whole_number
 
 REQUIRED = ("wav_filename", "transcript")
 LARGEST_BYTES = 2**50  # of a sound file
@@ -74,7 +74,7 @@ def read_manifest(path: Path) -> list[Utterance]:
     return [_utterance(path, row) for row in rows]
 
 
-def _utterance(path: Path, row: Row) -> Utterance:
+def _utterance(path: Path, row: TableRow) -> Utterance:
     """The row's utterance; where the row makes no sense, its ``fault`` says so."""
     name, size = (row.cells.get(column, "") for column in ("wav_filename", "wav_filesize"))
     filesize, fault = whole_number(size or "0"), row.fault
@@ -85,7 +85,7 @@ def _utterance(path: Path, row: Row) -> Utterance:
     return Utterance(
         file := str(path.parent / name),  # an absolute name stays itself
         row.cells.get("transcript", ""),
-        (Clip(file),),
+        (AudioClip(file),),
         f"{path}, line {row.line}",
         0 if fault else filesize or 0,
         fault=fault,
@@ -156,5 +156,5 @@ def _of_line(transcripts: Path, number: int, line: str) -> Utterance:
     size = file.stat().st_size if file.exists() else 0  # a missing file is reported by the checks
     origin = f"{transcripts}, line {number}"
     return Utterance(
-        str(file), text.strip().lower(), (Clip(str(file)),), origin, size, key.split("-")[0]
+        str(file), text.strip().lower(), (AudioClip(str(file)),), origin, size, key.split("-")[0]
     )

@@ -37,11 +37,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.sources import espeak
-from hybridtrain.tasks.speech.sources.espeak import Job
+from hybridtrain.tasks.speech.sources.espeak import SpokenUtterance
 from hybridtrain.tasks.speech.sources.fsdd import WORDS
-from hybridtrain.tasks.speech.sources.utterance import SPLITS, Clip, Utterance, check_bounds
+from hybridtrain.tasks.speech.sources.utterance import SPLITS, AudioClip, Utterance, check_bounds
+from hybridtrain.util.cleanup import removed_in_the_end
 from hybridtrain.util.option_types import Checked, Positive
-from hybridtrain.worlds.local.cleanup import removed_in_the_end
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # part of the key: raise it when the same settings mean other sound
@@ -120,7 +120,7 @@ class SpokenDigits(Checked):
             Utterance(
                 f"spoken_digits/{split}/{i:05d} ({row['speaker']})",
                 row["text"],
-                (Clip(str(folder / row["shard"]), row["start"], row["frames"]),),
+                (AudioClip(str(folder / row["shard"]), row["start"], row["frames"]),),
                 filesize=2 * row["frames"],
                 speaker=row["speaker"],
             )
@@ -176,16 +176,16 @@ class SpokenDigits(Checked):
         }
         (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
-    def _plan(self, split: str) -> list[Job]:
+    def _plan(self, split: str) -> list[SpokenUtterance]:
         rng = random.Random(f"{self.seed}/{split}")  # a string seed is hashed, stable everywhere
         speakers = SPEAKERS[split]
         count: int = getattr(self, split)
         tract = TRACT if split == "train" else 1.0  # the held-out speakers stay what they are
         return [self._job(rng, speakers[i % len(speakers)], tract) for i in range(count)]
 
-    def _job(self, rng: random.Random, speaker: str, tract: float) -> Job:
+    def _job(self, rng: random.Random, speaker: str, tract: float) -> SpokenUtterance:
         words = rng.choices(WORDS, k=rng.randint(self.min_digits, self.max_digits))
-        return Job(
+        return SpokenUtterance(
             text=rng.choice((" ", " ", " ", ", ")).join(words),  # a comma is a pause
             voice=f"{rng.choice(ACCENTS)}+{speaker}",
             words_per_minute=rng.randint(120, 200),
@@ -219,7 +219,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _rows(shard: str, jobs: list[Job], lengths: list[int]) -> list[dict[str, Any]]:
+def _rows(shard: str, jobs: list[SpokenUtterance], lengths: list[int]) -> list[dict[str, Any]]:
     rows, start = [], 0
     for job, frames in zip(jobs, lengths, strict=True):
         text = job.text.replace(",", "")
@@ -243,7 +243,7 @@ def _sha256(path: Path) -> str:
 _COLUMNS = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
 
-def speak_shards(folder: Path, shards: dict[str, list[Job]]) -> dict[str, list[int]]:
+def speak_shards(folder: Path, shards: dict[str, list[SpokenUtterance]]) -> dict[str, list[int]]:
     """Write ``folder/name`` for each shard; returns its utterances' lengths in samples, by name.
 
     Raises ``RuntimeError`` with the engine's message if a process fails. An error or Ctrl-C ends

@@ -124,7 +124,7 @@ GAP_RMS = 1e-3  # -60 dB: a pause in a quiet room; digital silence would be an o
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
+class AudioClip:
     """A piece of a sound file, or of an int16 ``.npy`` shard at 16 kHz.
 
     ``start`` and ``frames`` are samples at the file's own rate (``frames`` -1: to its end);
@@ -147,7 +147,7 @@ class Utterance:
 
     name: str
     transcript: str
-    clips: tuple[Clip, ...]
+    clips: tuple[AudioClip, ...]
     origin: str = ""
     filesize: int = 0  # bytes
     speaker: str = ""
@@ -192,17 +192,17 @@ def check_bounds(source: object, *names: str) -> None:
             )
 
 
-def _length(clip: Clip, sample_rate: int) -> int:
+def _length(clip: AudioClip, sample_rate: int) -> int:
     frames = clip.frames if clip.frames >= 0 else _probe(clip.path)[0] - clip.start
     parts = round(clip.gap_s * _rate(clip)), frames
     return sum(resampled_length(n, _rate(clip), sample_rate) for n in parts)
 
 
-def _rate(clip: Clip) -> int:
+def _rate(clip: AudioClip) -> int:
     return SHARD_RATE if clip.path.endswith(".npy") else _probe(clip.path)[1]
 
 
-def _gap(clip: Clip, sample_rate: int, draw: torch.Generator) -> Tensor:
+def _gap(clip: AudioClip, sample_rate: int, draw: torch.Generator) -> Tensor:
     """Noise with the bandwidth of the recording: its end must not be audible."""
     noise = GAP_RMS * torch.randn(round(clip.gap_s * _rate(clip)), generator=draw)
     return resample(noise.numpy(), _rate(clip), sample_rate)
@@ -211,7 +211,7 @@ def _gap(clip: Clip, sample_rate: int, draw: torch.Generator) -> Tensor:
 _probe = lru_cache(maxsize=100_000)(probe)  # composed sequences use a recording many times
 
 
-def _samples(clip: Clip, sample_rate: int) -> Tensor:
+def _samples(clip: AudioClip, sample_rate: int) -> Tensor:
     if not clip.path.endswith(".npy"):
         return load_audio(clip.path, sample_rate, clip.start, clip.frames)
     cut = _shard(clip.path)[clip.start : clip.start + clip.frames]

@@ -1,0 +1,2 @@
+"""Heartbeats, hang detection, stragglers; :mod:`hybridtrain.engine.recovery` decides what
+follows."""

@@ -1,1 +1,0 @@
-"""Heartbeats, hang detection, stragglers; :mod:`hybridtrain.recovery` decides what follows."""

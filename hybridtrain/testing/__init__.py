@@ -1,1 +1,0 @@
-"""Faults on purpose: which there are, when they happen, which have happened."""

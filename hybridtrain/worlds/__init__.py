@@ -1,1 +1,0 @@
-"""Where a run takes place: processes of this host and others, threads, virtual time."""
