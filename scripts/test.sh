@@ -7,7 +7,7 @@ set -u
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root" || exit 2
 case " $* " in
-    "  ") set -- -n auto --maxprocesses 4 ;;
+    "  " | *" -m wide "*) set -- -n auto --maxprocesses 4 "$@" ;;
     *" -m slow "*) set -- -n auto --maxprocesses 8 --dist worksteal "$@" ;;
 esac
 exec "$python" -m pytest "$@"

@@ -15,6 +15,7 @@ import pytest
 import hybridtrain  # noqa: F401  (before Lightning: HYBRIDTRAIN_LIGHTNING may name a package)
 from tests.picking import every_pair, first_of_all
 from tests.support.warm_up import warm_up
+from tests.tiers import mark_wide
 
 # Tests run side by side, and threads that spin for one another made small ones 20 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not asks_for_gpus(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.args_source is pytest.Config.ArgsSource.ARGS and not hasattr(config, "workerinput"):
+        # Whoever names files wants all that is in them.
+        config.option.markexpr = config.option.markexpr.removeprefix("not wide and ")
     gc.disable()  # what is imported stays: looking through it all took a third of the collection
 
 
@@ -61,11 +65,12 @@ def warm() -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Mark cases slow where a test is marked ``few``, and leave out what was not asked for.
+    """Mark cases slow or wide, and leave out what was not asked for.
 
     What needs a GPU runs where ``-m`` asks for it by name; ``-m slow`` alone does not.
     """
     mark_all_but_few(items)
+    mark_wide(items)
     yield
     wanted = items
     if not asks_for_gpus(config):

@@ -155,6 +155,7 @@ def corpus(folder: Path) -> None:
         (folder / f"{name}.csv").write_text("\n".join(lines))
 
 
+@pytest.mark.wide
 @pytest.mark.own_process
 def test_the_command_in_place_of_coquis_trains(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -43,6 +43,7 @@ def is_whole(said: str) -> None:
     assert "[]" in lines
 
 
+@pytest.mark.wide
 @pytest.mark.own_process
 def test_the_cells_run_as_a_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     os.chdir(tmp_path)
@@ -156,6 +157,7 @@ def quiet(**options: Any) -> pl.Trainer:
     return pl.Trainer(strategy="hybrid", accelerator="cpu", devices=2, **silent, **options)
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @LINUX
 @pytest.mark.own_process

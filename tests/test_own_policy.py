@@ -54,6 +54,7 @@ def run(words: list[str]) -> None:
     assert entry.main(words[3:]) == 0
 
 
+@pytest.mark.wide
 @pytest.mark.own_process
 def test_it_is_trained_recorded_replayed_and_drawn(
     fresh: Path, capfd: pytest.CaptureFixture[str]
@@ -68,6 +69,7 @@ def test_it_is_trained_recorded_replayed_and_drawn(
         assert policy == "quorum.Quorum(least=2)"
 
 
+@pytest.mark.wide
 @pytest.mark.own_process
 def test_a_hundred_workers_are_simulated_and_drawn(
     fresh: Path, capfd: pytest.CaptureFixture[str]

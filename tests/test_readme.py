@@ -104,6 +104,7 @@ def test_every_command_is_of_a_kind_that_some_test_runs() -> None:
     assert len(runs()) >= 6
 
 
+@pytest.mark.wide
 @pytest.mark.own_process
 def test_the_python_blocks_run(tmp_path: Path) -> None:
     """In a fork of this process: importing Lightning takes longer than all of them."""
@@ -116,6 +117,7 @@ def test_the_python_blocks_run(tmp_path: Path) -> None:
     assert number >= 1
 
 
+@pytest.mark.wide
 @pytest.mark.own_process
 def test_a_command_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In a fork of this process: importing Lightning takes longer than the run."""
@@ -129,6 +131,7 @@ def test_a_command_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert list(tmp_path.glob("outputs/*/*/summary.json"))
 
 
+@pytest.mark.wide
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "arguments",

@@ -69,6 +69,7 @@ assert pytorch_lightning.__spec__.name == "lightning.pytorch"
 """
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "code",
     [
@@ -169,6 +170,7 @@ def test_a_mixture_of_both_packages_is_one_line() -> None:
         assert f"{VARIABLE}=lightning" in line
 
 
+@pytest.mark.wide
 def test_an_unknown_package_in_the_environment_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hybridtrain", "task=digits"],

@@ -41,6 +41,7 @@ def qualified_names() -> set[str]:
     return found
 
 
+@pytest.mark.wide
 def test_every_listener_is_a_function_of_the_package() -> None:
     assert {name for each in Point for name in each.listeners} <= qualified_names()
 

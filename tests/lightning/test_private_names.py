@@ -159,6 +159,7 @@ def own_names(nodes: list[ast.AST]) -> set[str]:
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@pytest.mark.wide
 def test_every_private_name_of_others_is_listed() -> None:
     nodes = [node for path in FILES for node in nodes_of(path)]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}

@@ -83,6 +83,7 @@ def death(how: Callable[[], None]) -> tuple[str, list[str]]:
     return str(caught.value), said
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "how",
     by_default(
@@ -109,6 +110,7 @@ def test_a_worker_that_was_stopped_is_given_up_as_well_and_it_is_said_how_to_let
     assert "hung and was killed" in obituary
 
 
+@pytest.mark.wide
 def test_a_stopped_worker_that_is_owed_a_large_answer_does_not_hold_up_the_others(
     tmp_path: Path,
 ) -> None:
@@ -176,6 +178,7 @@ def test_only_pythons_own_console_counts_as_a_debugger(file: str, excused: bool)
     assert (_excuse(os.getpid(), stacks) is not None) == excused
 
 
+@pytest.mark.wide
 def test_a_worker_that_has_done_its_job_and_does_not_leave_is_killed_and_its_result_counts() -> (
     None
 ):

@@ -25,6 +25,7 @@ def test_every_strategy_makes_a_claim() -> None:
     assert {case for case, _ in BY_DEFAULT} <= CASES.keys()
 
 
+@pytest.mark.wide
 @pytest.mark.sampled(40)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(

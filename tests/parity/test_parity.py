@@ -51,6 +51,7 @@ def _marks(case: Case, by_default: bool) -> list[pytest.MarkDecorator]:
     return marks
 
 
+@pytest.mark.wide
 @pytest.mark.sampled(100)
 @pytest.mark.few(17)
 @pytest.mark.parametrize(("case", "strategy", "workers"), _runs())

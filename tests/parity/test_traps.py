@@ -57,6 +57,7 @@ def test_trap_02_every_worker_gets_data_of_its_own() -> None:
     assert data.counts.tolist() == [1] * 48
 
 
+@pytest.mark.wide
 def test_trap_03_torchmetrics_see_all_workers(harness: Harness) -> None:
     check(harness, "logged/torchmetrics")
 
@@ -117,6 +118,7 @@ def test_trap_10_gradients_are_exchanged_without_their_scale(harness: Harness, k
     check(harness, f"precision/16-mixed on CUDA{kind}")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "where", by_default(["in some steps", "in some workers"], "in some workers")
 )
@@ -205,6 +207,7 @@ def test_trap_20_parameters_that_did_not_exist_when_training_began_are_refused()
         fit("hybrid", 2, 6, Grows)
 
 
+@pytest.mark.wide
 def test_trap_21_contributions_are_summed_in_the_order_of_the_workers() -> None:
     class Late(Regression):
         """In every step another worker is the last to arrive."""

@@ -41,6 +41,7 @@ def share_made(record: Record) -> float:
     return float(record.of_kind("Push")["made"].mean())
 
 
+@pytest.mark.wide
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("policy", "case"),
@@ -73,6 +74,7 @@ class ReadsStats(pl.Callback):
             trainer.strategy.run_stats()  # type: ignore[attr-defined]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", POLICIES)
 def test_when_statistics_are_read_does_not_matter(tmp_path: Path, policy: str) -> None:
     run = run_of(tmp_path, policy, **CASES["schedule"], callbacks=[ReadsStats()])
@@ -81,6 +83,7 @@ def test_when_statistics_are_read_does_not_matter(tmp_path: Path, policy: str) -
     assert share_made(record) > 0.5
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "what"),
@@ -137,6 +140,7 @@ class Reads(pl.Callback):
             trainer.strategy.run_stats()
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "where"),
@@ -147,6 +151,7 @@ def test_statistics_may_be_read_at_any_time(tmp_path: Path, policy: str, where: 
     check_equal(run, run.record())
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "on_failure"),
@@ -163,6 +168,7 @@ def test_a_run_that_was_prepared_for_losses_is_replayed(
     check_equal(run, run.record())
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_push_has_the_time_that_its_worker_has_computed(tmp_path: Path, policy: str) -> None:

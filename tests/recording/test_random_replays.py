@@ -230,6 +230,7 @@ def came_home(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]
 CASES = [drawn(seed) for seed in range(150)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", but_slow([(c,) for c in CASES], lambda _, n: n > 1), ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_a_replay_of_workers_that_take_random_times_is_equal(case: Case, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_the_record_ends_with_the_parameters_that_training_has_come_to(tmp_path:
     assert sorted(seen[0]) == sorted(seen[1])
 
 
+@pytest.mark.wide
 def test_python_does_not_record_unless_asked_and_never_a_validation(tmp_path: Path) -> None:
     strategy = HybridStrategy("hybrid", record=tmp_path)
     _, trainer = fit(strategy, 2, 4, max_epochs=1)
@@ -87,6 +88,7 @@ def test_python_does_not_record_unless_asked_and_never_a_validation(tmp_path: Pa
     assert HybridStrategy("hybrid").recording is None
 
 
+@pytest.mark.wide
 def test_a_second_run_in_the_same_directory_leaves_the_first_ones_record(tmp_path: Path) -> None:
     first = recorded(tmp_path, "hybrid", max_epochs=1)
     content = first.path.read_bytes()
@@ -131,6 +133,7 @@ def test_a_restart_ends_the_record_and_is_said(tmp_path: Path) -> None:
 # ---- cut short ----------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_a_record_cut_short_anywhere_is_a_record_of_the_beginning(tmp_path: Path) -> None:
     record = recorded(tmp_path, "async", max_epochs=1)
     content, whole = record.path.read_bytes(), list(record.events())
@@ -158,6 +161,7 @@ class Killed(Regression):
             os.kill(os.getppid(), 9)
 
 
+@pytest.mark.wide
 def test_what_a_killed_run_has_written_is_there(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
@@ -169,6 +173,7 @@ def test_what_a_killed_run_has_written_is_there(tmp_path: Path) -> None:
     assert len(record.of_kind("Push")) >= 3
 
 
+@pytest.mark.wide
 def test_a_full_disk_ends_the_record_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +208,7 @@ class Slow(Regression):
         time.sleep(0.3)
 
 
+@pytest.mark.wide
 def test_service_times_are_what_each_worker_computes_without_waiting(tmp_path: Path) -> None:
     recorded(tmp_path, "hybrid", module=Slow, max_epochs=2)
     times = service_times(tmp_path)

@@ -50,6 +50,7 @@ def record(run: Run) -> Record:
     return run.record()
 
 
+@pytest.mark.wide
 def test_in_lock_step_every_update_takes_as_long_as_the_slowest(run: Run, record: Record) -> None:
     stats = rehearse(run, as_fast_as(record, [1.0, 1.0, 4.0]), "hybrid").stats
     assert stats["updates"] == EPOCHS * BATCHES // 3
@@ -79,6 +80,7 @@ def test_one_worker_at_a_time_takes_the_sum_of_all_times(run: Run, record: Recor
     assert stats["training_s"] == EPOCHS * BATCHES / 3 * (1.0 + 2.0 + 3.0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", ["async", {"name": "backup", "k": "auto"}])
 def test_the_same_times_give_the_same_bits(run: Run, record: Record, policy: Any) -> None:
     one, other = rehearse(run, record, policy), rehearse(run, record, policy)
@@ -130,6 +132,7 @@ class Stops(Regression):
             self.trainer.should_stop = True
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
 @pytest.mark.parametrize("module", [ByHand, Stops])
 def test_news_that_workers_do_not_wait_for_do_not_let_them_go_on(

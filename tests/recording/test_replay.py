@@ -147,6 +147,7 @@ def test_workers_that_train_on_their_own_are_replayed(
         run.replay(record)
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("workers", by_default([2, 4], 4))
@@ -179,6 +180,7 @@ class Forgetful(Regression):
                 state["momentum_buffer"] = state["momentum_buffer"] / 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("sparse", by_default([True, False], True))
 def test_sparse_gradients_clipping_and_states_changed_by_user_code_are_replayed(
     tmp_path: Path, sparse: bool
@@ -233,6 +235,7 @@ def test_random_augmentation_in_processes_of_the_loader_is_replayed(tmp_path: Pa
     check_equal(run, run.record())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", by_default(POLICIES, "async"))
 def test_a_run_that_went_on_from_a_checkpoint_is_replayed(tmp_path: Path, policy: Any) -> None:
     before = Run(tmp_path / "before", policy, trainer={"max_steps": 8, "limit_val_batches": 0})

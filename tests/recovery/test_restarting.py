@@ -103,6 +103,7 @@ def die_once(client: Client, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.wide
 def test_two_that_are_lost_at_once_both_come_back_though_one_tells_for_both(tmp_path: Path) -> None:
     def then(client: Client, version: int) -> None:
         if version == 2 and client.worker != 2:
@@ -113,6 +114,7 @@ def test_two_that_are_lost_at_once_both_come_back_though_one_tells_for_both(tmp_
     assert run(then, tmp_path) == [STEPS] * 3
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("averages", [False, True])
 def test_if_all_are_lost_in_a_step_the_first_that_is_back_tells_the_others(
     tmp_path: Path, averages: bool

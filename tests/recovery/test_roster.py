@@ -363,6 +363,7 @@ def test_every_worker_state_is_one_of_there_away_or_at_an_end() -> None:
     assert {*THERE} | {*AWAY} | rest == set(WorkerState)
 
 
+@pytest.mark.wide
 def test_whatever_happens_in_7_000_schedules_restarts_happen_or_the_run_says_why() -> None:
     for seed in range(7_000):
         Schedule(random.Random(seed)).run()

@@ -286,6 +286,7 @@ def test_what_drop_last_leaves_over_is_not_left_to_be_made_up_for(
     assert total(queue.unseen()[FIRST]) == 2 and not queue.has_left(members)
 
 
+@pytest.mark.wide
 @settings(max_examples=300, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),

@@ -128,6 +128,7 @@ def test_a_mini_batch_is_made_of_pieces_if_the_others_have_done_parts_of_it() ->
     assert crowd.draw(1) == Ticket(())
 
 
+@pytest.mark.wide
 @settings(max_examples=200, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),

@@ -197,6 +197,7 @@ def test_a_training_without_descent_knows_none_of_one_with_it() -> None:
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "deepdist.ipynb"
 
 
+@pytest.mark.wide
 def test_the_notebook_separates_words_and_classifies(capfd: pytest.CaptureFixture[str]) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")

@@ -132,6 +132,7 @@ def is_whole(model: Arrays, epochs: int = 1, without: int = 0) -> None:
     assert model["t"].sum() == 2 * epochs * (60 - bool(without)) and model["unused"] == 1
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"min_updates": 4}, {"max_updates": 1}])
 @pytest.mark.parametrize("twice", [False, True])
@@ -157,6 +158,7 @@ def test_an_update_of_many_counts_once_where_tasks_race() -> None:
     is_whole(dd.model, without=17)
 
 
+@pytest.mark.wide
 def test_an_attempt_goes_on_behind_what_has_counted() -> None:
     computed: list[int] = []
     fails = {9, 31, 50}
@@ -189,6 +191,7 @@ def test_optimizers_step_where_there_is_no_descent() -> None:
     assert torch.allclose(model.weight, before - 4)
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("breaks", "most"), [(False, 2), (True, 6)])
 def test_an_executors_process_keeps_its_line_and_survives_its_loss(
@@ -246,6 +249,7 @@ def test_rows_that_differ_in_a_bit_travel(dtype: torch.dtype) -> None:
 # ---- bad input ----------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("update", "said"),
@@ -267,6 +271,7 @@ def fail(model: Arrays, update: Arrays) -> None:
     raise KeyError("of the user")
 
 
+@pytest.mark.wide
 def test_an_error_in_descent_ends_the_job() -> None:
     rdd = RDD([*range(6)], 3)
     with pytest.raises(KeyError, match="of the user"):
@@ -281,6 +286,7 @@ def test_a_port_in_use_is_said_in_the_words_of_deepdist() -> None:
             spark.Desk("127.0.0.1", port, Key.new(), 1)
 
 
+@pytest.mark.wide
 def test_an_executor_that_does_not_reach_the_driver_is_told_what_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -297,6 +303,7 @@ class Settings(dict[str, str]):
         return "127.0.0.2" if name == "spark.driver.host" else "127.0.0.1"
 
 
+@pytest.mark.wide
 def test_who_does_not_hold_the_key_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     other, attempt = Key.new(), spark.attempt
 

@@ -116,6 +116,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+@pytest.mark.wide
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "workers"), [("hybrid", 2), ("synchronous", 2), ("local_sgd", 2), ("async", 1)]
@@ -382,6 +383,7 @@ def test_files_that_are_no_saved_run_of_the_model_are_refused(tmp_path: Path) ->
         server.save(tmp_path / "garbage.pt" / "run.pt")
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "workers"), [("async", 1), ("hybrid", 2)])
 def test_runs_go_on_with_the_epochs_that_are_done(
@@ -545,6 +547,7 @@ def test_many_workers_train_in_virtual_time() -> None:
     assert 4 * len(X) / 3 / 20 < stats["training_s"] < 4 * len(X) / 3
 
 
+@pytest.mark.wide
 def test_no_lightning_is_imported() -> None:
     code = (
         "import sys, numpy as np, hybridtrain\n"
@@ -960,6 +963,7 @@ def normalise(worker: Worker) -> list[float]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", EVERY)
 @pytest.mark.parametrize("workers", [1, 2])

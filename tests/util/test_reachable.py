@@ -155,6 +155,7 @@ def tree(depth: int) -> list[Any]:
     return [tree(depth - 1) for _ in range(8)] if depth else []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "data",
     [

@@ -45,6 +45,7 @@ def pid_after_kill_9(folder: Path, method: str) -> int:
     return pid
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", by_default(["fork", "spawn", "forkserver"], "fork"))
 def test_a_process_ends_with_its_owner(tmp_path: Path, method: str) -> None:
     pid = pid_after_kill_9(tmp_path, method)

@@ -274,6 +274,7 @@ def test_what_cannot_be_sent_to_a_spawned_worker_starts_none() -> None:
 # ---- nothing is left behind ---------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "body",
@@ -362,6 +363,7 @@ def test_workers_leave_signals_to_their_parent(tmp_path: Path) -> None:
     assert parent.wait() == 100 + signal.SIGINT
 
 
+@pytest.mark.wide
 def test_trap_17_no_worker_survives_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent = Parent(bodies.hang, tmp_path, grace_s=60)
     parent.kill(signal.SIGKILL)

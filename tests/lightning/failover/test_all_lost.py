@@ -108,6 +108,7 @@ class AllKilledAfterFirstUpdate(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.wide
 def test_no_first_mini_batch_of_an_epoch_counts_twice(tmp_path: Path) -> None:
     strategy = HybridStrategy("hybrid", on_failure="restart", max_restarts=None)
     killed = AllKilledAfterFirstUpdate(tmp_path)

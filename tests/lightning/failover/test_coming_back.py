@@ -344,6 +344,7 @@ def test_a_rate_that_worker_0_alone_has_set_stays(tmp_path: Path) -> None:
     assert module.weight.item() == -1 - 5 * 0.25
 
 
+@pytest.mark.wide
 def test_a_restarted_worker_has_no_second_share_of_limit_train_batches(tmp_path: Path) -> None:
     killed, strategy = Killed(tmp_path, 1, 6), HybridStrategy("async", on_failure="restart")
     trainer = make_trainer(strategy, 2, max_epochs=1, callbacks=[killed], limit_train_batches=20)

@@ -123,6 +123,7 @@ def _suiting(run: Run, names: Iterable[str]) -> Iterator[tuple[Run, str]]:
     yield from ((run, name) for name in names if BY_NAME[name].suits(run.strategy, run.kind))
 
 
+@pytest.mark.wide
 @pytest.mark.sampled(50)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("run", "name"), _cells())

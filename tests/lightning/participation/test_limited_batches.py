@@ -87,6 +87,7 @@ def _is_slow(cell: tuple[str, int, str], number: int) -> bool:
     return (workers, way) != (2, "automatic") if name in DROPPING else number % 59 != 0
 
 
+@pytest.mark.wide
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "workers", "way"), but_slow(CELLS, _is_slow))
 def test_as_many_mini_batches_count_as_the_limit_allows(name: str, workers: int, way: str) -> None:
@@ -116,6 +117,7 @@ TIGHT_CELLS = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "loaders", "batches", "limit"), but_slow(TIGHT_CELLS, lambda _, n: n % 29 != 0)
@@ -193,6 +195,7 @@ class StopsInTheMiddle(pl.Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "workers"),
     but_slow([(name, n) for name in DROPPING for n in (2, 3)], lambda case, n: n != 1),

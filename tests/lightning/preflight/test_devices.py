@@ -46,6 +46,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 IN_64 = {"precision": "64-true", "max_epochs": 3}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", by_default(["nesterov", "adamw"], "adamw"))
 def test_two_workers_equal_one_with_a_doubled_batch(device: Fit, name: str) -> None:
     module, data = partial(Regression, OPTIMIZERS[name]), regression_data(48, torch.float64)
@@ -146,6 +147,7 @@ class Transforms(CountsTaken):
         return [2 * batch[0], batch[1]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("module", by_default([CountsTaken, Transforms], Transforms))
 def test_the_next_mini_batch_is_on_the_device_before_the_step_has_ended(
     device: Fit, module: type[CountsTaken], monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def test_lbfgs_beside_another_optimizer_in_manual_optimization_equals_one_proces
     compare(Two, tmp_path, 1e-8, max_epochs=1, **EXACT)
 
 
+@pytest.mark.wide
 def test_accumulation_does_what_it_does_in_one_process(tmp_path: Path) -> None:
     compare(partial(Regression, LBFGS), tmp_path, 1e-8, accumulate_grad_batches=2, **EXACT)
 

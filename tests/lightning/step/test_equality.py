@@ -76,6 +76,7 @@ def test_a_remainder_is_weighted_by_samples(n: int) -> None:
     assert trainer.strategy.run_stats()["samples"] == 3 * n
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", by_default(["norm", "value"], "norm"))
 def test_clipping_sees_the_merged_gradient(algorithm: str) -> None:
     options: dict[str, Any] = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}

@@ -144,6 +144,7 @@ def test_a_backward_out_of_memory_is_forgiven_with_a_scaler(workers: int, tmp_pa
     assert found.isfinite().all() and len({*notes}) == 1
 
 
+@pytest.mark.wide
 def test_a_backward_that_was_broken_off_takes_no_later_one_along(tmp_path: Path) -> None:
     """Of two accumulated mini-batches the first one's breaks: the second one's gradient counts."""
     here, there = folders(tmp_path)

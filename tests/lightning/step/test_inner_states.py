@@ -56,6 +56,7 @@ def fitted(
     return module
 
 
+@pytest.mark.wide
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:

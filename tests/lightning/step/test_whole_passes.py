@@ -344,6 +344,7 @@ def evaluate(worker: Worker, dies: bool = False) -> int:
     return counted
 
 
+@pytest.mark.wide
 def test_a_loop_of_ones_own_evaluates_as_the_strategy_to_the_bit(tmp_path: Path) -> None:
     """A server that has loaded the first passes goes on within their line search."""
     expected, _ = trained(1, 7, 12)
