@@ -109,14 +109,30 @@ def test_the_tests_that_hold_faults_exist() -> None:
     assert n_named > 90 and missing == []
 
 
-def test_each_row_of_what_comes_home_names_a_test_that_exists() -> None:
-    text = (ROOT / "docs/comes_home.md").read_text()
-    heads = ("| ---", "| object |")
-    rows = [x for x in text.splitlines() if x.startswith("| ") and not x.startswith(heads)]
-    found = [named_tests(row) for row in rows]
-    assert len(rows) > 15 and {n_named for n_named, _ in found} == {1}
+def held_rows(page: Path) -> list[str]:
+    """The rows of its tables whose last column is `held by`."""
+    table = re.compile(r"^\| .* held by \|\n\|[ |-]+\n((?:\|.*\n)+)", re.MULTILINE)
+    tables: list[str] = table.findall(page.read_text())
+    return [row for table in tables for row in table.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "at_least", "at_most"), [("comes_home", 16, 45), ("exactness", 40, 100)]
+)
+def test_each_promise_names_one_test_that_exists(name: str, at_least: int, at_most: int) -> None:
+    page = ROOT / "docs" / f"{name}.md"
+    found = [named_tests(row) for row in held_rows(page)]
+    assert len(found) >= at_least and {n_named for n_named, _ in found} == {1}
     assert [missing for _, missing in found if missing] == []
-    assert len(text.splitlines()) <= 45
+    assert len(page.read_text().splitlines()) <= at_most, "it is one page"
+
+
+def test_a_promise_that_is_no_longer_made_says_what_to_do_instead() -> None:
+    text = (ROOT / "docs/exactness.md").read_text().partition("## No longer promised\n")[2]
+    head, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert head == "| promise | who would miss it | instead |"
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    assert cells and all(len(row) == 3 and all(row) for row in cells)
 
 
 def test_the_readme_is_a_front_page() -> None:
