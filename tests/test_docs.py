@@ -109,6 +109,23 @@ def test_the_tests_that_hold_faults_exist() -> None:
     assert n_named > 90 and missing == []
 
 
+def test_each_cause_of_faults_has_a_section_its_rows_and_two_examples() -> None:
+    folder = ROOT / "docs/faults"
+    head, *sections = re.split(r"^## ", (folder / "causes.md").read_text(), flags=re.MULTILINE)
+    counts = {
+        name.lower(): int(n) for name, n in re.findall(r"^\| \[(.*?)\].*?\| (\d+) \|", head, re.M)
+    }
+    assert list(counts) == [section.partition("\n")[0].lower() for section in sections]
+    rows, others = map(int, re.findall(r"the (\d+) rows of .*; (\d+) rows are no faults", head)[0])
+    assert sum(counts.values()) + others == rows
+    assert len(re.findall(r"^\| ", (folder / "found.md").read_text(), re.MULTILINE)) >= rows
+    for section in sections:
+        examples = [line for line in section.splitlines() if line.startswith("- ")]
+        assert len(examples) == 2 and all("](found.md#" in line for line in examples)
+        assert all(named_tests(line) == (1, []) for line in examples), examples
+        assert named_tests(section)[1] == []
+
+
 def held_rows(page: Path) -> list[str]:
     """The rows of its tables whose last column is `held by`."""
     table = re.compile(r"^\| .* held by \|\n\|[ |-]+\n((?:\|.*\n)+)", re.MULTILINE)
