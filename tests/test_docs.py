@@ -197,7 +197,7 @@ def test_decisions_are_numbered_and_each_is_in_the_contents_once() -> None:
     contents, _, entries = DECISIONS.read_text().partition("\n## 1. ")
     titles = re.findall(r"^## (\d+\. .*)$", "\n## 1. " + entries, re.MULTILINE)
     assert [int(title.split(".")[0]) for title in titles] == list(range(1, len(titles) + 1))
-    assert re.findall(r"^- \[(.*)\]\(#", contents, re.MULTILINE) == titles
+    assert re.findall(r"\[(\d+\. [^\]]*)\]\(#", contents) == titles
     assert len(titles) <= 40 and len(DECISIONS.read_text().splitlines()) <= 500
 
 
