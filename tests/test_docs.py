@@ -109,14 +109,47 @@ def test_the_tests_that_hold_faults_exist() -> None:
     assert n_named > 90 and missing == []
 
 
-def test_each_row_of_what_comes_home_names_a_test_that_exists() -> None:
-    text = (ROOT / "docs/comes_home.md").read_text()
-    heads = ("| ---", "| object |")
-    rows = [x for x in text.splitlines() if x.startswith("| ") and not x.startswith(heads)]
-    found = [named_tests(row) for row in rows]
-    assert len(rows) > 15 and {n_named for n_named, _ in found} == {1}
+def test_each_cause_of_faults_has_a_section_its_rows_and_two_examples() -> None:
+    folder = ROOT / "docs/faults"
+    head, *sections = re.split(r"^## ", (folder / "causes.md").read_text(), flags=re.MULTILINE)
+    counts = {
+        name.lower(): int(n) for name, n in re.findall(r"^\| \[(.*?)\].*?\| (\d+) \|", head, re.M)
+    }
+    assert list(counts) == [section.partition("\n")[0].lower() for section in sections]
+    rows, others = map(int, re.findall(r"the (\d+) rows of .*; (\d+) rows are no faults", head)[0])
+    assert sum(counts.values()) + others == rows
+    assert len(re.findall(r"^\| ", (folder / "found.md").read_text(), re.MULTILINE)) >= rows
+    for section in sections:
+        examples = [line for line in section.splitlines() if line.startswith("- ")]
+        assert len(examples) == 2 and all("](found.md#" in line for line in examples)
+        assert all(named_tests(line) == (1, []) for line in examples), examples
+        assert named_tests(section)[1] == []
+
+
+def held_rows(page: Path) -> list[str]:
+    """The rows of its tables whose last column is `held by`."""
+    table = re.compile(r"^\| .* held by \|\n\|[ |-]+\n((?:\|.*\n)+)", re.MULTILINE)
+    tables: list[str] = table.findall(page.read_text())
+    return [row for table in tables for row in table.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "at_least", "at_most"), [("comes_home", 16, 45), ("exactness", 40, 100)]
+)
+def test_each_promise_names_one_test_that_exists(name: str, at_least: int, at_most: int) -> None:
+    page = ROOT / "docs" / f"{name}.md"
+    found = [named_tests(row) for row in held_rows(page)]
+    assert len(found) >= at_least and {n_named for n_named, _ in found} == {1}
     assert [missing for _, missing in found if missing] == []
-    assert len(text.splitlines()) <= 45
+    assert len(page.read_text().splitlines()) <= at_most, "it is one page"
+
+
+def test_a_promise_that_is_no_longer_made_says_what_to_do_instead() -> None:
+    text = (ROOT / "docs/exactness.md").read_text().partition("## No longer promised\n")[2]
+    head, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert head == "| promise | who would miss it | instead |"
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    assert cells and all(len(row) == 3 and all(row) for row in cells)
 
 
 def test_the_readme_is_a_front_page() -> None:
@@ -164,7 +197,7 @@ def test_decisions_are_numbered_and_each_is_in_the_contents_once() -> None:
     contents, _, entries = DECISIONS.read_text().partition("\n## 1. ")
     titles = re.findall(r"^## (\d+\. .*)$", "\n## 1. " + entries, re.MULTILINE)
     assert [int(title.split(".")[0]) for title in titles] == list(range(1, len(titles) + 1))
-    assert re.findall(r"^- \[(.*)\]\(#", contents, re.MULTILINE) == titles
+    assert re.findall(r"\[(\d+\. [^\]]*)\]\(#", contents) == titles
     assert len(titles) <= 40 and len(DECISIONS.read_text().splitlines()) <= 500
 
 
