@@ -143,7 +143,7 @@ def asks_trainer_for_strategy(node: ast.AST) -> bool:
         ("self._trainer.strategy.client", True),
         ("getattr(job.trainer, 'strategy')", True),
         ("cfg.strategy.policy", False),
-        ("context_of(trainer).client", False),
+        ("worker_of(trainer).client", False),
     ],
 )
 def test_a_question_for_the_strategy_is_known_as_one(code: str, asks: bool) -> None:

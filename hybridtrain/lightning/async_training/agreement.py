@@ -13,6 +13,7 @@ among the best). The files are worker 0's, so all take over the state of its cal
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import save_every, saves_every
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
-from hybridtrain.lightning.run_context import checkpoints_of, context_of
+from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.lightning.step.session import Session
 
 
@@ -56,10 +57,24 @@ def send_writes(session: Session | None, count: UpdateCount | None, starts: bool
 
 
 class Validations:
-    """All workers validate, or none, although their epochs end at different mini-batches."""
+    """All workers validate, or none, although their epochs end at different mini-batches.
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self._strategy = trainer, context_of(trainer)
+    Args:
+        trainer: of this worker.
+        collectives: of this worker.
+        synchronize: meets all workers at the end of an epoch.
+        behind_last: called before a validation that follows the epoch's last mini-batch.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        collectives: Collectives,
+        synchronize: Callable[[bool], None],
+        behind_last: Callable[[], None],
+    ) -> None:
+        self._trainer, self._collectives = trainer, collectives
+        self._synchronize, self._behind_last = synchronize, behind_last
         self._decided: tuple[int, bool] | None = None  # the epoch, and its decision
         around(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.is_due)
         around(Point.BATCH, trainer.fit_loop.epoch_loop, self.advance)
@@ -76,10 +91,10 @@ class Validations:
         """Whether a validation is due in any worker. All meet, once in an epoch."""
         epoch = self._trainer.fit_loop.epoch_progress.total.ready
         if self._decided is None or self._decided[0] != epoch:
-            self._strategy.synchronize_epoch(ends=True)
-            self._decided = epoch, self._strategy.reduce_boolean_decision(mine, all=False)
+            self._synchronize(True)
+            self._decided = epoch, self._collectives.decide(mine, False)
         if self._decided[1]:
-            self._strategy.validate_behind_last()
+            self._behind_last()
         return self._decided[1]
 
     def advance(self, proceed: Callable[[Any], None], fetcher: Any) -> None:
@@ -118,22 +133,47 @@ class Multiples(int):
         self.since = trainer.global_step
         proceed(trainer, module)
 
-    def save(self, proceed: Callable[..., None], trainer: Any, *args: Any) -> None:
-        """The callback's hook, whose names and files are of one update."""
-        context_of(trainer).save_one_update(partial(proceed, trainer, *args))
-        self.since = trainer.global_step  # other workers may have come to it
+    def reach(self, step: int) -> None:
+        """Other workers may have come to this step."""
+        self.since = step
 
     def __rmod__(self, step: int) -> int:
         before, self.since = self.since, step
         return 0 if multiples(int(self), before, step) > 0 else 1
 
 
-def count_all_updates(callback: ModelCheckpoint) -> None:
+@dataclass(frozen=True)
+class OneUpdate:
+    """Lets the names and files of a ``ModelCheckpoint`` be of one update.
+
+    Args:
+        decide: called before the callback builds a name.
+        save: runs a hook of the callback.
+    """
+
+    decide: Callable[[], None]
+    save: Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True)
+class SavedMultiples:
+    """Runs the hooks of a callback that counts updates of all workers."""
+
+    every: Multiples
+    one_update: OneUpdate
+
+    def save(self, proceed: Callable[..., None], trainer: Any, *args: Any) -> None:
+        """The callback's hook, whose names and files are of one update."""
+        self.one_update.save(partial(proceed, trainer, *args))
+        self.every.reach(trainer.global_step)
+
+
+def count_all_updates(callback: ModelCheckpoint, one_update: OneUpdate) -> None:
     """Let the callback count updates of all workers."""
     every = Multiples(saves_every(callback))
     save_every(callback, every)
     around(Point.CHECKPOINT_START, callback, every.begin)
-    around(Point.CHECKPOINT_HOOKS, callback, every.save)
+    around(Point.CHECKPOINT_HOOKS, callback, SavedMultiples(every, one_update).save)
 
 
 def _multiples(callback: ModelCheckpoint) -> Multiples:

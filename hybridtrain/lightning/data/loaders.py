@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
+from hybridtrain.engine.options.strategy_arguments import StrategyArguments
 from hybridtrain.engine.protocol.messages import LoaderPass, Visits
 from hybridtrain.engine.protocol.spans import Spans
 from hybridtrain.engine.recording.run_description import data_teller
@@ -23,7 +24,6 @@ from hybridtrain.engine.samplers import (
     Seeded,
     ShareSampler,
 )
-from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.expected_updates import batches_of, plan_behind
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
@@ -87,8 +87,8 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, before, instead
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.saved_states import WORKERS
+from hybridtrain.lightning.worker_context import WorkerContext
 
 
 class Loaders:
@@ -96,14 +96,17 @@ class Loaders:
 
     Args:
         trainer: of this worker.
-        client: to the server.
+        worker: this one.
+        options: of the strategy, about data.
     """
 
-    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, worker: WorkerContext, options: StrategyArguments
+    ) -> None:
         self._trainer: Any = trainer
-        self._client, context = client, context_of(trainer)
-        self._requirements, self._options = context.requirements, context.data_options
-        self._tell = data_teller(client, context.recording is None)
+        self._client, self._requirements = worker.client, worker.requirements
+        self._joins, self._options = worker.on_failure.joins, options
+        self._tell = data_teller(worker.client, worker.recording is None)
         self.samplers: list[EpochSampler] = []
         self._remembers = False
         self._made_in_epoch: int | None = None
@@ -118,9 +121,10 @@ class Loaders:
             None  # logged step and schedules before them
         )
         self.position = EpochPosition(trainer)
-        self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
+        self._rng_state = RngState(worker.client)
+        self._ends = EpochEnds(trainer, self.position, worker.device)
         self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
-        self._begin_evaluation(client.there)
+        self._begin_evaluation(worker.client.there)
         self._moved = False  # Lightning's iterator has an outdated length
         self._all_kept = True  # mini-batches have all samples that were drawn for them
         self._has_weighed = False  # the mini-batch that Lightning has fetched; not if it is None
@@ -128,7 +132,7 @@ class Loaders:
         loop = trainer.fit_loop.epoch_loop
         loops = (loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         self._validation, *_ = [
-            UnevenEvaluation(each, trainer, self._begin_evaluation) for each in loops
+            UnevenEvaluation(each, trainer, worker, self._begin_evaluation) for each in loops
         ]
         before(Point.EVALUATION, loop.val_loop, self.begin_validation)
         before(Point.FIT_RESET, trainer.fit_loop, self.set_epochs)
@@ -549,8 +553,7 @@ class Loaders:
 
         They are started in its first step, as restarted workers are: the others wait for them.
         """
-        joins = context_of(self._trainer).on_failure.joins
-        if not (joins and self._requirements.whole_rounds) or self._client.joins:
+        if not (self._joins and self._requirements.whole_rounds) or self._client.joins:
             return
         self._client.gather("who begins", None, admits=True)
         for sampler in self.samplers:

@@ -27,7 +27,6 @@ from hybridtrain.engine.memory.store import checksum
 from hybridtrain.engine.options.strategy_arguments import LightningArguments
 from hybridtrain.engine.step.shared_buffers import kept, lies_apart, put
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.util.option_types import hints
 
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
 
     from hybridtrain.engine.samplers import EpochPlan
     from hybridtrain.engine.worker.client import Client
-    from hybridtrain.lightning.strategy import HybridStrategy
+    from hybridtrain.lightning.run_setup import RunSetup
+    from hybridtrain.lightning.worker_context import WorkerContext
 
 # A host may have its own: where files lie, how its processes are started. Where training goes on
 # from, host 0 says.
@@ -71,20 +71,19 @@ def about_this_process() -> dict[str, Any]:
 
 
 def about_this_host(
-    strategy: HybridStrategy, trainer: Trainer, arguments: Mapping[str, Any]
+    setup: RunSetup, trainer: Trainer, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The values that must agree on all hosts that train; plain, for JSON.
 
     ``arguments``: those of the trainer's method.
     """
-    given: Any = vars(strategy)
-    options = {k: v for k, v in given.get("data_options", {}).items() if k not in _OWN}
-    options["policy"] = given.get("policy")
+    options: dict[str, Any] = {k: v for k, v in setup.options.items() if k not in _OWN}
+    options["policy"] = setup.scheme.policy
     model = arguments.get("model") or trainer.lightning_module
     return about_this_process() | _short(
         {
-            "num_nodes": strategy.num_nodes,
-            "workers": len(strategy.parallel_devices or [None]) * strategy.workers_per_device,
+            "num_nodes": setup.place.n_hosts,
+            "workers": setup.n_here,
             "options": {name: described(value) for name, value in options.items()},
             "trainer": {name: described(getattr(trainer, name)) for name in _OF_TRAINER},
             "code": _code_of(model, arguments.get("datamodule")),
@@ -131,7 +130,7 @@ def compare_configuration(content: Mapping[str, Any]) -> None:
     )
 
 
-def compare_workers(trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
+def compare_workers(trainer: Trainer, worker: WorkerContext, plans: Sequence[EpochPlan]) -> None:
     """Compare what only workers know: optimizers, their loaders' plans, where training goes on.
 
     A replay in one process compares it, too, so it says nothing of the machine.
@@ -139,7 +138,7 @@ def compare_workers(trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
     Raises:
         UserError: if those of two hosts differ.
     """
-    client, n_hosts = context_of(trainer).client, context_of(trainer).hosts_of_run
+    client, n_hosts = worker.client, worker.n_hosts
     mine = {
         "name": f"host {client.worker // (client.n_workers // n_hosts)}",
         "optimizers": {

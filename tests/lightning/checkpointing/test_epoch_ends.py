@@ -415,7 +415,7 @@ def test_a_resumed_epoch_that_a_callback_had_cut_short_is_over(over: bool) -> No
     connector = SimpleNamespace(on_epoch_end=nothing)
     trainer = SimpleNamespace(fit_loop=fit_loop, _logger_connector=connector)
     position = EpochPosition(trainer)
-    EpochEnds(trainer, position)
+    EpochEnds(trainer, position, torch.device("cpu"))
     event = EpochEvent.RESUMES_AT_END if over else EpochEvent.RESUMES
     position.resume(ResumedEpoch(0, 3, [], event=event))
     if over:

@@ -115,7 +115,9 @@ class Course:
         expected: Any = SimpleNamespace(limit=None)  # nobody has been told how many there will be
         absence: Any = SimpleNamespace(passed=False)  # each mini-batch counts
         self.trainer = trainer
-        self.count = UpdateCount(trainer, self.client, expected, absence)
+        requirements = trainer.strategy.requirements
+        worker: Any = SimpleNamespace(client=self.client, requirements=requirements)
+        self.count = UpdateCount(trainer, worker, expected, absence)
 
     def step(self, version: int) -> int | None:
         """A mini-batch whose release has this version; the step of its row, if there is one."""
