@@ -70,8 +70,8 @@ from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher, purge_from
 from hybridtrain.lightning.hosts.agreement import compare_configuration
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0
 from hybridtrain.lightning.preflight.strategy_checks import check_free_running
-from hybridtrain.lightning.results.logger_state import Row, change_rows, keep_rows, let_write
 from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.states.logger_state import Row, change_rows, keep_rows, let_write
 from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.lightning_package import told_to_children
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE

@@ -32,10 +32,10 @@ from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.hosts.agreement import checkpoint_of_host_0
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0, place_of
 from hybridtrain.lightning.preflight.machine_checks import check_loader
-from hybridtrain.lightning.results.held_objects import HeldObjects
 from hybridtrain.lightning.results.returned_optimizers import TrainedOptimizers
 from hybridtrain.lightning.results.worker_result import WorkersTraining
 from hybridtrain.lightning.run_setup import RunSetup
+from hybridtrain.lightning.states.held_objects import HeldObjects
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.util.attributes import temporarily

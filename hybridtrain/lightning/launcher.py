@@ -68,9 +68,9 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     check_trainer,
     check_transport,
 )
-from hybridtrain.lightning.results.held_objects import HeldObjects
-from hybridtrain.lightning.results.logger_state import logger_states, logs_open
-from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
+from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack, whole
+from hybridtrain.lightning.states.held_objects import HeldObjects
+from hybridtrain.lightning.states.logger_state import logger_states, logs_open
 from hybridtrain.lightning.step_profiler import leave_profile, profiled, watch_worker
 from hybridtrain.lightning_package import told_to_children
 from hybridtrain.util.cleanup import vanishing_sockets
@@ -138,7 +138,8 @@ class HybridLauncher(Launcher):
             else:
                 train = partial(self._begin, job, start)
                 setup, given, stats = strategy.run_setup, job.given(), strategy.run_stats
-                results = with_other_hosts(setup, trainer, given, scratch, train, stats)
+                complete = partial(whole, scratch)
+                results = with_other_hosts(setup, trainer, given, train, complete, stats)
         except Interrupted as interruption:
             self._interrupt(interruption, trainer, held, scratch)
         return self._take_home(trainer, results, held, scratch, job.given())

@@ -29,15 +29,15 @@ from hybridtrain.engine.protocol.messages import Paused, Resumed
 from hybridtrain.engine.scheme import required
 from hybridtrain.engine.step.remote_state import without_fetching
 from hybridtrain.engine.worker.client import Client
-from hybridtrain.lightning.async_training.agreement import OneUpdate, agree, send_writes
+from hybridtrain.lightning.async_training.agreement import agree, send_writes
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
     answer_for_all_workers,
 )
-from hybridtrain.lightning.async_training.update_count import lift_dev_run_limit
 from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_shapes
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.checkpointing.saved_multiples import OneUpdate
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.prefetch import Ahead
@@ -55,13 +55,15 @@ from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.participation.evaluated_model import EvaluatedModel
 from hybridtrain.lightning.participation.metrics_by_name import MetricsByName
+from hybridtrain.lightning.participation.uneven_evaluation import share_evaluations
 from hybridtrain.lightning.preflight.strategy_checks import check_parameters, check_renormalised
-from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.lightning.results.returned_training import before_configuring
 from hybridtrain.lightning.results.worker_result import WorkersTraining
+from hybridtrain.lightning.states.callback_state import ModuleState
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
 from hybridtrain.lightning.sync_batchnorm import synchronise
+from hybridtrain.lightning.update_count import lift_dev_run_limit
 from hybridtrain.lightning.worker_callback import Alignment, WorkerCallback
 from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.lightning_package import admit, is_foreign, refuse_mixture
@@ -205,6 +207,7 @@ class HybridStrategy(HostMemoryStrategy):
         )
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, worker, self.data_options)
+        share_evaluations(trainer, worker, self._loaders)
         self._absence = Absence(trainer, worker, self._loaders)
         if self.requirements.parameters != "masters":
             self._evaluated = EvaluatedModel(trainer, client)

@@ -13,15 +13,11 @@ among the best). The files are worker 0's, so all take over the state of its cal
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from pytorch_lightning.callbacks import ModelCheckpoint
-
 from hybridtrain.lightning.async_training.counting import UpdateCount
-from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.mid_epoch import EpochIsOver
+from hybridtrain.lightning.checkpointing.saved_multiples import multiples_of
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.hooks.loop_hooks import (
     has_ended_epoch,
@@ -30,9 +26,8 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     validates_this_epoch,
 )
 from hybridtrain.lightning.hooks.points import Point, around
-from hybridtrain.lightning.hooks.trainer_hooks import save_every, saves_every
-from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.run_context import checkpoints_of
+from hybridtrain.lightning.states.callback_state import give_state, standing_of
 from hybridtrain.lightning.step.session import Session
 
 
@@ -116,67 +111,8 @@ def know_the_files(trainer: Any, collectives: Collectives) -> None:
     """All meet and take over the ``ModelCheckpoint`` states of worker 0, or the first not lost."""
     callbacks = checkpoints_of(trainer)
     module = trainer.lightning_module
-    mine = [(standing_of(each, module), vars(_multiples(each))) for each in callbacks]
+    mine = [(standing_of(each, module), vars(multiples_of(each))) for each in callbacks]
     for callback, known in zip(callbacks, collectives.broadcast(mine, 0), strict=True):
         state, since = known
         give_state(callback, module, state)
-        vars(_multiples(callback)).update(since)
-
-
-class Multiples(int):
-    """An ``every_n_train_steps`` without remainder for the first step at or after a multiple."""
-
-    since = 0  # the last step that was divided
-
-    def begin(self, proceed: Callable[..., None], trainer: Any, module: Any) -> None:
-        """Training begins: multiples up to now do not count."""
-        self.since = trainer.global_step
-        proceed(trainer, module)
-
-    def reach(self, step: int) -> None:
-        """Other workers may have come to this step."""
-        self.since = step
-
-    def __rmod__(self, step: int) -> int:
-        before, self.since = self.since, step
-        return 0 if multiples(int(self), before, step) > 0 else 1
-
-
-@dataclass(frozen=True)
-class OneUpdate:
-    """Lets the names and files of a ``ModelCheckpoint`` be of one update.
-
-    Args:
-        decide: called before the callback builds a name.
-        save: runs a hook of the callback.
-    """
-
-    decide: Callable[[], None]
-    save: Callable[[Callable[[], None]], None]
-
-
-@dataclass(frozen=True)
-class SavedMultiples:
-    """Runs the hooks of a callback that counts updates of all workers."""
-
-    every: Multiples
-    one_update: OneUpdate
-
-    def save(self, proceed: Callable[..., None], trainer: Any, *args: Any) -> None:
-        """The callback's hook, whose names and files are of one update."""
-        self.one_update.save(partial(proceed, trainer, *args))
-        self.every.reach(trainer.global_step)
-
-
-def count_all_updates(callback: ModelCheckpoint, one_update: OneUpdate) -> None:
-    """Let the callback count updates of all workers."""
-    every = Multiples(saves_every(callback))
-    save_every(callback, every)
-    around(Point.CHECKPOINT_START, callback, every.begin)
-    around(Point.CHECKPOINT_HOOKS, callback, SavedMultiples(every, one_update).save)
-
-
-def _multiples(callback: ModelCheckpoint) -> Multiples:
-    """The callback's, or an unused one if the callback was added during the run."""
-    every = saves_every(callback)
-    return every if isinstance(every, Multiples) else Multiples(every)
+        vars(multiples_of(callback)).update(since)

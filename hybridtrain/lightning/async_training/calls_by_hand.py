@@ -24,14 +24,14 @@ from torch import Tensor
 from hybridtrain.engine.protocol.messages import ScheduleCall
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
-from hybridtrain.lightning.async_training.update_count import (
+from hybridtrain.lightning.hooks.loop_hooks import training_results
+from hybridtrain.lightning.hooks.points import Point, instead_in
+from hybridtrain.lightning.update_count import (
     Schedules,
     schedules_of,
     take_schedules,
     updates_due,
 )
-from hybridtrain.lightning.hooks.loop_hooks import training_results
-from hybridtrain.lightning.hooks.points import Point, instead_in
 
 Step = Callable[..., Any]
 

@@ -13,12 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from hybridtrain.lightning.async_training.calls_by_hand import CallsByHand, Step
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
-from hybridtrain.lightning.async_training.update_count import (
-    multiples,
-    scheduled_steps,
-    set_global_step,
-    step_schedulers,
-)
 from hybridtrain.lightning.hooks.loop_hooks import (
     accumulates,
     hook_ends_epoch,
@@ -26,6 +20,12 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     set_logged_step,
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
+from hybridtrain.lightning.update_count import (
+    multiples,
+    scheduled_steps,
+    set_global_step,
+    step_schedulers,
+)
 from hybridtrain.lightning.worker_context import WorkerContext
 
 if TYPE_CHECKING:

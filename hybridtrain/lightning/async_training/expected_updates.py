@@ -2,7 +2,7 @@
 
 Schedulers take ``trainer.estimated_stepping_batches`` as their length. Lightning computes it from
 this worker's loader, which has no length when it draws from the shared queue. Schedulers in steps
-follow the updates of all workers (:mod:`hybridtrain.lightning.async_training.update_count`), so the
+follow the updates of all workers (:mod:`hybridtrain.lightning.update_count`), so the
 total is that of all workers.
 
 It is exact where each mini-batch makes an update (async, hogwild, synchronous). It is an estimate
@@ -32,8 +32,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.engine.exchanges import Requirements
-from hybridtrain.engine.samplers import EpochPlan, EpochSampler
-from hybridtrain.lightning.data.user_loaders import sampler_in
+from hybridtrain.lightning.data.user_loaders import batches_of, plan_behind
 from hybridtrain.lightning.hooks.loop_hooks import combination_of, combined_loader
 from hybridtrain.lightning.hooks.points import Point, instead
 from hybridtrain.lightning.run_context import strategy_of
@@ -140,18 +139,6 @@ def expected_in(table: Timetable, epochs: int, requirements: Requirements) -> in
         rounds = pushes / n_workers
         return epochs * (math.floor(rounds) if table.drop_last else math.ceil(rounds))
     return updates_of(requirements, pushes, epochs)
-
-
-def batches_of(plan: EpochPlan | Timetable) -> int:
-    """How many mini-batches the shared queue has in an epoch."""
-    batches = plan.length * len(plan.sizes) / sum(plan.sizes)
-    return math.floor(batches) if plan.drop_last else math.ceil(batches)
-
-
-def plan_behind(loader: Any) -> EpochPlan | None:
-    """The plan of our sampler in a loader; ``None``: the loader has another sampler."""
-    sampler = sampler_in(loader, EpochSampler)
-    return None if sampler is None else sampler.plan
 
 
 # ---- properties of the trainer ------------------------------------------------------------------

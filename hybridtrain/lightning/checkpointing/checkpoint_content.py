@@ -35,6 +35,8 @@ from hybridtrain.util.option_types import (
     shown,
 )
 
+WORKERS = "workers"  # in an optimizer's saved state: what is each worker's own
+
 _Version = Annotated[str, Rule("such as 2.6.1", re.compile(r"\d{1,9}(\.\d{1,9}){1,3}").match)]
 _One = Annotated[Tensor, Rule("of one number", lambda rate: rate.numel() == 1)]
 _Rate = _One | NotNegative

@@ -17,9 +17,9 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from hybridtrain.engine.memory.scratch_file import Scratch
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.async_training.agreement import OneUpdate, count_all_updates
 from hybridtrain.lightning.checkpointing.checkpoint_content import Restoration
 from hybridtrain.lightning.checkpointing.checkpoint_io import Unsaved, WholeCheckpointIO, heard
+from hybridtrain.lightning.checkpointing.saved_multiples import OneUpdate, count_all_updates
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import (
@@ -28,8 +28,8 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
     swap_weights,
     uploads_checkpoints,
 )
-from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import checkpoints_of, strategy_of
+from hybridtrain.lightning.states.logger_state import let_write
 from hybridtrain.util.files import check_input, fault_of, fault_of_old, is_archive
 
 _COARSE_S = 2.0  # clocks of file systems

@@ -26,7 +26,7 @@ from hybridtrain.engine.protocol.spans import Spans, positions
 from hybridtrain.engine.samplers import EpochPlan, EpochSampler, Order, Seeded, UnfinishedPass
 from hybridtrain.engine.updates.groups import Groups, plain
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.epoch_state import (
+from hybridtrain.lightning.checkpointing.epoch_state import (
     TABLE,
     EpochEvent,
     EpochState,
@@ -326,7 +326,7 @@ def _set_back(loops: dict[str, Any], batches: int) -> int | None:
 
 # ---- A worker's position in an epoch: its state and Lightning's number of the epoch -------------
 # Loaders, checkpoints and the redistribution of lost samples send events and read the state
-# (:mod:`hybridtrain.lightning.data.epoch_state`).
+# (:mod:`hybridtrain.lightning.checkpointing.epoch_state`).
 
 
 class EpochPosition:

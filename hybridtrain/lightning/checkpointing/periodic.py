@@ -21,11 +21,11 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
 
 from hybridtrain.engine.protocol.messages import Described
-from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint
 from hybridtrain.lightning.run_context import strategy_of, worker_of
+from hybridtrain.lightning.update_count import multiples
 from hybridtrain.util.option_types import NotNegative, Positive, typed
 
 _ALONE = (

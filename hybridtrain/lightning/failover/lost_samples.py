@@ -15,7 +15,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.engine.protocol.spans import Spans, total
-from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState
+from hybridtrain.lightning.checkpointing.epoch_state import EpochEvent, EpochState
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover, know_the_loggers
 from hybridtrain.lightning.failover.rejoin import Rejoin, RejoinState

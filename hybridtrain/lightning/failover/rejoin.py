@@ -27,7 +27,6 @@ from hybridtrain.engine.protocol.spans import split, total
 from hybridtrain.engine.step.shared_buffers import lies_apart
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import become_leader
@@ -39,10 +38,11 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import CURRENT, dump_at_once
-from hybridtrain.lightning.results.callback_state import give_state, standing_of
-from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.run_context import checkpoints_of
+from hybridtrain.lightning.states.callback_state import give_state, standing_of
+from hybridtrain.lightning.states.logger_state import identity, keep_rows
 from hybridtrain.lightning.step.session import Session
+from hybridtrain.lightning.update_count import set_global_step, step_schedulers
 from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.util.generators import look, put
 

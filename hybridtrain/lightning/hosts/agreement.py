@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
-import hybridtrain
 from hybridtrain.engine.memory.store import checksum
 from hybridtrain.engine.options.strategy_arguments import LightningArguments
 from hybridtrain.engine.step.shared_buffers import kept, lies_apart, put
@@ -50,6 +49,7 @@ _OF_TRAINER = (
     *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
     "reload_dataloaders_every_n_epochs",
 )
+_PACKAGE = Path(__file__).parents[2]
 _PART_BYTES = 16 << 20  # of a file, in one message
 _PART_LETTERS = 14 << 10  # a greeting has room for four such parts
 _SHOWN = 3  # differences in a message
@@ -358,7 +358,7 @@ def _version(name: str) -> str:
 @cache
 def _digest_of_source() -> str:
     """Of the package's files."""
-    return _digest(sorted(Path(hybridtrain.__path__[0]).rglob("*.py")))
+    return _digest(sorted(_PACKAGE.rglob("*.py")))
 
 
 def _digest(paths: Sequence[Path]) -> str:

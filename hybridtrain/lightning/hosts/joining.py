@@ -11,7 +11,6 @@ from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.engine.memory.scratch_file import Scratch, as_bytes, read
 from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.engine.worlds.signals import Interrupted, caught_signals
 from hybridtrain.errors import Lost, UserError
@@ -26,7 +25,6 @@ from hybridtrain.lightning.hosts.cluster import (
     key_of,
     take_key,
 )
-from hybridtrain.lightning.results.worker_result import WorkerResult
 from hybridtrain.lightning.run_setup import RunSetup
 from hybridtrain.util.host_place import HostPlace
 
@@ -41,11 +39,13 @@ def with_other_hosts(
     setup: RunSetup,
     trainer: Trainer,
     arguments: Mapping[str, Any],
-    scratch: Scratch,
     train: Callable[[Hosts | None], list[Any]],
+    whole: Callable[[list[Any]], list[Any]],
     stats: Callable[[], dict[str, Any]],
 ) -> list[Any]:
     """On host 0: wait for the others, train, and tell them how it has ended, with the ``stats``.
+
+    ``whole``: gives results all that lies outside of them on this host.
 
     Returns:
         The results of all workers, from ``train``.
@@ -67,7 +67,7 @@ def with_other_hosts(
         hosts = Hosts(there, place.n_hosts, setup.n_here, arrivals)
         try:
             results = train(hosts)
-            over = Over(_whole(results, scratch))
+            over = Over(whole(results))
         except BaseException as error:
             over = _over_by(error)
             raise
@@ -82,16 +82,6 @@ def _over_by(error: BaseException) -> Over:
     if isinstance(error, Interrupted):
         return Over(signum=error.signum)
     return Over(error=f"{type(error).__name__}: {error}")
-
-
-def _whole(results: list[Any], scratch: Scratch) -> list[Any]:
-    """The results, with what lies in this host's scratch file."""
-    return [
-        replace(each, heavy=as_bytes(read(scratch.path)))
-        if isinstance(each, WorkerResult) and not each.heavy
-        else each
-        for each in results
-    ]
 
 
 @contextmanager

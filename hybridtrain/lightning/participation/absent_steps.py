@@ -44,7 +44,6 @@ from torchmetrics import Metric
 from hybridtrain.engine.monitoring.hang_detector import Doing
 from hybridtrain.engine.step.shared_buffers import KeptBuffer, kept
 from hybridtrain.engine.worker.client import Client
-from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.hooks.loop_hooks import (
     accumulates,
     forget_batch,
@@ -72,6 +71,7 @@ from hybridtrain.lightning.participation.logged_metrics import (
     take_entries,
     take_steps,
 )
+from hybridtrain.lightning.participation.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.worker_context import WorkerContext

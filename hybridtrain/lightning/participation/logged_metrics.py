@@ -13,11 +13,6 @@ from lightning_utilities.core.rank_zero import WarningCache
 from pytorch_lightning.callbacks import Timer
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.lightning.async_training.update_count import (
-    Schedules,
-    schedules_of,
-    take_schedules,
-)
 from hybridtrain.lightning.hooks.loop_hooks import (
     begin_anew,
     current_results,
@@ -27,8 +22,13 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     shown_metrics,
     training_results,
 )
-from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.states.callback_state import give_state, standing_of
+from hybridtrain.lightning.update_count import (
+    Schedules,
+    schedules_of,
+    take_schedules,
+)
 
 _warned = WarningCache()
 

@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
 
 from hybridtrain.lightning.data.evaluation_sampler import SharedSampler, is_dealt
+from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.user_loaders import check_asked, sampler_in
 from hybridtrain.lightning.hooks.loop_hooks import (
     combined_loader,
@@ -202,6 +203,15 @@ class UnevenEvaluation:
             outcome.give(trainer, callbacks)
             note_validation(trainer)
             set_evaluation_batches(self._loop, self._shown)
+
+
+def share_evaluations(trainer: Any, worker: WorkerContext, loaders: Loaders) -> None:
+    """Let workers rest in each of the trainer's evaluations that has no samples for them."""
+    within = trainer.fit_loop.epoch_loop.val_loop
+    others = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    begin = loaders.begin_evaluation
+    validation, *_ = [UnevenEvaluation(e, trainer, worker, begin) for e in (within, *others)]
+    loaders.follow_validation(lambda: validation.before)
 
 
 def _is_share(limit: int | float) -> bool:

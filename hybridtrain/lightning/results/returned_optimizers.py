@@ -23,10 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.engine.updates.serialize import subclasses
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
-from hybridtrain.lightning.results.held_objects import HeldObjects, load_in_place
-from hybridtrain.lightning.results.plain_data import Held, class_name
 from hybridtrain.lightning.results.returned_training import made_or_none
 from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.states.held_objects import HeldObjects, load_in_place
+from hybridtrain.lightning.states.plain_data import Held, class_name
 
 
 @dataclass(frozen=True)

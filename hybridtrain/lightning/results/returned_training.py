@@ -35,7 +35,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     source_of,
 )
 from hybridtrain.lightning.hooks.trainer_hooks import attach_data
-from hybridtrain.lightning.results.callback_state import ModuleState, give_to_module, of_module
+from hybridtrain.lightning.states.callback_state import ModuleState, give_to_module, of_module
 
 
 @dataclass(frozen=True)

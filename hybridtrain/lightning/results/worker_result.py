@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.trainer_hooks import attach_module_callbacks
 from hybridtrain.lightning.participation.logged_metrics import metrics_of
-from hybridtrain.lightning.results.callback_state import (
+from hybridtrain.lightning.results.returned_optimizers import TrainedOptimizers
+from hybridtrain.lightning.results.returned_training import Sizes, load_weights
+from hybridtrain.lightning.states.callback_state import (
     CallbackState,
     ModuleState,
     give_to_callback,
@@ -37,10 +39,8 @@ from hybridtrain.lightning.results.callback_state import (
     of_module,
     pairs,
 )
-from hybridtrain.lightning.results.held_objects import HeldObjects
-from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
-from hybridtrain.lightning.results.returned_optimizers import TrainedOptimizers
-from hybridtrain.lightning.results.returned_training import Sizes, load_weights
+from hybridtrain.lightning.states.held_objects import HeldObjects
+from hybridtrain.lightning.states.logger_state import give_to_logger, of_logger
 from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.util.files import interrupted_in
 from hybridtrain.util.streams import say
@@ -174,6 +174,16 @@ def unpack(
     for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
         give_to_logger(logger, brought, held)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
+
+
+def whole(scratch: Scratch, results: list[Any]) -> list[Any]:
+    """The results, with what lies in this host's scratch file."""
+    return [
+        replace(each, heavy=as_bytes(read(scratch.path)))
+        if isinstance(each, WorkerResult) and not each.heavy
+        else each
+        for each in results
+    ]
 
 
 def _first(results: Sequence[WorkerResult | Outputs | None]) -> WorkerResult:

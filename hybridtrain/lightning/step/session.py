@@ -30,7 +30,6 @@ from hybridtrain.engine.updates import SavedOptimizer
 from hybridtrain.engine.updates.groups import puts_off, takes_sparse
 from hybridtrain.engine.worker.finite import FiniteCheck
 from hybridtrain.engine.worker.tickets import NotNeeded
-from hybridtrain.lightning.async_training.update_count import set_global_step
 from hybridtrain.lightning.device_memory import DeviceUse
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
@@ -39,6 +38,7 @@ from hybridtrain.lightning.step.gradient_guard import GradientGuard, beside
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final, is_hooked
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.saved_states import SavedStates
+from hybridtrain.lightning.update_count import set_global_step
 from hybridtrain.lightning.worker_context import WorkerContext
 
 

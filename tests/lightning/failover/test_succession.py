@@ -17,7 +17,7 @@ from pytorch_lightning.trainer.states import RunningStage
 from hybridtrain.engine.worker.surroundings import Listeners
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover
-from hybridtrain.lightning.results.logger_state import keep_rows
+from hybridtrain.lightning.states.logger_state import keep_rows
 from tests.lightning.toys import Regression, make_trainer
 
 
