@@ -196,6 +196,19 @@ def test_one_module_alone_takes_the_strategy_from_a_trainer_and_types_it() -> No
     assert found == {"lightning/run_context.py"}
 
 
+def test_a_worker_is_looked_up_only_where_lightning_calls_with_a_trainer_alone() -> None:
+    """All other parts get what they need when they are made."""
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if "hybridtrain.lightning.run_context.worker_of" in imported_by(path)
+    }
+    assert found == {
+        "lightning/checkpointing/periodic.py",  # users make it, and Lightning calls it
+        "lightning/participation/gathered_dictionaries.py",  # a method of all modules
+    }
+
+
 # ---- each object sets its own attributes --------------------------------------------------------
 
 # Of torch, Lightning, Hydra and the like, which classes of ours happen to have as well.
