@@ -67,6 +67,29 @@ NEVER = {
     "tasks": "engine hosts report virtual standalone lightning cli registration",
     "cli": "",
 }
+# Inside `lightning`: a folder, or a module beside the folders, imports only what stands above it.
+IN_LIGHTNING = (
+    "hooks",
+    *("collectives", "device_memory", "worker_context", "run_context", "run_setup"),
+    *("update_count", "step_profiler", "sync_batchnorm"),
+    "states",
+    "checkpointing",
+    "data",
+    "step",
+    "participation",
+    "async_training",
+    "hosts",
+    "preflight",
+    "fault_injection",
+    "failover",
+    "worker_callback",
+    "results",
+    "host_memory_strategy",
+    "launcher",
+    "strategy",
+    "replay",
+    "simulate_strategy",
+)
 MODULES_AT_THE_DOOR = {"__init__", "__main__", "errors", "lightning_package", "registration"}
 
 
@@ -77,6 +100,18 @@ def folder(name: str) -> str:
 @pytest.mark.parametrize("room", [room for room, never in NEVER.items() if never])
 def test_a_room_never_imports_those_that_it_must_not_know(room: str) -> None:
     assert not offenders(files_of(f"{room}/"), *map(folder, NEVER[room].split()))
+
+
+@pytest.mark.parametrize("part", IN_LIGHTNING)
+def test_a_part_of_lightning_imports_none_of_those_that_stand_below_it(part: str) -> None:
+    below = IN_LIGHTNING[IN_LIGHTNING.index(part) + 1 :]
+    files = files_of(f"lightning/{part}/", f"lightning/{part}.py")
+    assert not offenders(files, *(f"hybridtrain.lightning.{each}" for each in below))
+
+
+def test_every_part_of_lightning_has_its_place_in_the_order() -> None:
+    parts = {f.relative_to(PACKAGE / "lightning").parts[0] for f in files_of("lightning/")}
+    assert {part.removesuffix(".py") for part in parts} == {*IN_LIGHTNING, "__init__"}
 
 
 def test_every_folder_at_the_door_is_a_room() -> None:
@@ -143,7 +178,7 @@ def asks_trainer_for_strategy(node: ast.AST) -> bool:
         ("self._trainer.strategy.client", True),
         ("getattr(job.trainer, 'strategy')", True),
         ("cfg.strategy.policy", False),
-        ("context_of(trainer).client", False),
+        ("worker_of(trainer).client", False),
     ],
 )
 def test_a_question_for_the_strategy_is_known_as_one(code: str, asks: bool) -> None:
@@ -159,6 +194,19 @@ def test_one_module_alone_takes_the_strategy_from_a_trainer_and_types_it() -> No
         if asks_trainer_for_strategy(node)
     }
     assert found == {"lightning/run_context.py"}
+
+
+def test_a_worker_is_looked_up_only_where_lightning_calls_with_a_trainer_alone() -> None:
+    """All other parts get what they need when they are made."""
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if "hybridtrain.lightning.run_context.worker_of" in imported_by(path)
+    }
+    assert found == {
+        "lightning/checkpointing/periodic.py",  # users make it, and Lightning calls it
+        "lightning/participation/gathered_dictionaries.py",  # a method of all modules
+    }
 
 
 # ---- each object sets its own attributes --------------------------------------------------------
@@ -369,10 +417,8 @@ print(sorted(fresh() & {"matplotlib", "tensorboard", "scipy", "sklearn", "soundf
 
 
 def test_no_modules_import_one_another_not_even_for_types() -> None:
-    """But the strategy's class, as which parts get the strategy."""
     names = {name_of(path): path for path in FILES}
     ahead = {name: imported_by(path) & names.keys() - {name} for name, path in names.items()}
-    ahead["hybridtrain.lightning.strategy"] = set()
     while free := {name for name, imported in ahead.items() if not imported & ahead.keys()}:
         for name in free:
             del ahead[name]

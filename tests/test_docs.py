@@ -14,7 +14,7 @@ import pytest
 
 import hybridtrain
 from hybridtrain.engine.recovery import roster
-from hybridtrain.lightning.data import epoch_state
+from hybridtrain.lightning.checkpointing import epoch_state
 from tests import api_page
 
 ROOT = Path(__file__).parents[1]

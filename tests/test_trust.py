@@ -19,7 +19,7 @@ PICKLES = {
     "hosts/transport.py": "another host, which has shown that it holds the run's key",
     "engine/worlds/channel.py": "the parent or a worker, over an inherited socket",
     "engine/worlds/worker_exit.py": "a worker, over an inherited socket",
-    "lightning/results/plain_data.py": "this process: a class, to see whether it has a name",
+    "lightning/states/plain_data.py": "this process: a class, to see whether it has a name",
 }
 NEVER = {"eval", "exec", "compile", "__import__"}
 MODULES = {"shelve", "marshal", "dill", "cloudpickle", "joblib", "dbm"}

@@ -26,8 +26,7 @@ from hybridtrain.engine.recording.replayer import Replayed
 from hybridtrain.engine.recording.run_description import changed_code, changed_versions
 from hybridtrain.engine.server.timeline import Timeline
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.replay.replay_fit import rehearse_fit, replay_fit
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.replay.replay_fit import hybrid_strategy_of, rehearse_fit, replay_fit
 from hybridtrain.lightning_package import own_name, with_present_targets
 from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run
 from hybridtrain.util.arguments import part_of
@@ -140,7 +139,7 @@ def rebuilt(
         cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
         change(cfg)
         parts = build(cfg, [], told["drawn_seed"])
-        context = context_of(parts.trainer)
+        strategy = hybrid_strategy_of(parts.trainer)
     except UserError:
         raise
     except Exception as error:  # of the classes that the record names
@@ -153,7 +152,7 @@ def rebuilt(
         moved = placed(checkpoint.get("callbacks", {}), folder, told["run_dir"])
         return {**checkpoint, "callbacks": moved}
 
-    context.change_loaded(elsewhere)
+    strategy.change_loaded(elsewhere)
     return parts
 
 

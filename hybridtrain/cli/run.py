@@ -70,8 +70,8 @@ from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher, purge_from
 from hybridtrain.lightning.hosts.agreement import compare_configuration
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0
 from hybridtrain.lightning.preflight.strategy_checks import check_free_running
-from hybridtrain.lightning.results.logger_state import Row, change_rows, keep_rows, let_write
-from hybridtrain.lightning.run_context import context_if_ours, strategy_of
+from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.states.logger_state import Row, change_rows, keep_rows, let_write
 from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.lightning_package import told_to_children
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
@@ -128,7 +128,7 @@ def keeping_whole(trainer: Trainer) -> Iterator[None]:
         return
     strategy.keeping = keeping = CheckpointWriting("blocking")
     with keeping.listening(trainer):
-        keeping.take_over(trainer, changes=False)
+        keeping.write_whole(trainer)
         yield
     keeping.forget_lost(trainer)
 
@@ -571,15 +571,15 @@ def seed_all(seed: int | None, drawn: int | None = None) -> int | None:
 
 def describe_run(cfg: DictConfig, trainer: pl.Trainer, drawn_seed: int | None) -> None:
     """Add configuration, seed and directories to the header of the run's record, if any."""
-    context = context_if_ours(trainer)
-    if context is not None and context.recording is not None:
+    recording = getattr(strategy_of(trainer), "recording", None)
+    if recording is not None:
         run_dir = Path(cfg.run_dir).absolute()
         about: dict[str, Any] = {"config": portable(cfg), "drawn_seed": drawn_seed}
         kept = sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.ckpt"))
         about |= {"checkpoints": kept, "directory": str(Path.cwd()), "run_dir": str(run_dir)}
         if cfg.ckpt is not None:
             about["ckpt"] = hash_of_checkpoint(Path(cfg.ckpt))
-        context.recording.describe(about)
+        recording.describe(about)
 
 
 def hash_of_checkpoint(path: Path) -> str:

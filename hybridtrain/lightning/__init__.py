@@ -1,8 +1,9 @@
 """The strategy for PyTorch Lightning, and all that it changes in Lightning's loops.
 
-``strategy.py`` puts the parts together; ``launcher.py`` makes the process that calls ``fit`` the
-server. ``hooks`` alone touches private names of Lightning's, and lists each method of Lightning's
-that is replaced. Parts get the strategy from ``run_context.py``, never from the trainer.
+``strategy.py`` puts the parts together, and gives each what it needs when it is made;
+``launcher.py`` makes the process that calls ``fit`` the server. ``hooks`` alone touches private
+names of Lightning's, and lists each method of Lightning's that is replaced. ``run_context.py`` is
+for code that Lightning calls with a trainer alone.
 
 It must not know the command line, Hydra, the public server, the tasks or the pages of the report.
 """

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map_only
@@ -24,8 +23,6 @@ from hybridtrain.engine.protocol.checksums import CALLED_AT
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.loop_hooks import named_metrics, state_in
-from hybridtrain.lightning.hooks.points import Point, instead
-from hybridtrain.lightning.run_context import context_if_ours
 from hybridtrain.util.attributes import temporarily
 
 T = TypeVar("T")
@@ -290,31 +287,6 @@ class _GatherWithGradient(torch.autograd.Function):
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor | _OnDevice:
     return tensor if tensor.device.type == "cpu" else _OnDevice(tensor.detach().cpu())
-
-
-# ---- dictionaries -------------------------------------------------------------------------------
-# Lightning gathers the values of a dictionary in its order, which may be another in each worker.
-
-_lightnings: Any = pl.LightningModule.all_gather
-
-
-def gather_by_keys() -> None:
-    """From now on modules of this process gather dictionaries key by key."""
-    instead(Point.GATHER, pl.LightningModule, by_keys)
-
-
-def by_keys(
-    module: pl.LightningModule, data: Any, group: Any = None, sync_grads: bool = False
-) -> Any:
-    """Lightning's ``all_gather``; values of a dictionary in the order of its keys, and by them."""
-    context = context_if_ours(module.trainer) if type(data) is dict else None
-    if context is None:
-        return _lightnings(module, data, group, sync_grads)
-    found = {}
-    for key in sorted(data, key=repr):
-        with context.collectives.within(key):
-            found[key] = by_keys(module, data[key], group, sync_grads)
-    return {key: found[key] for key in data}
 
 
 def fold(stacked: torch.Tensor, op: Any) -> torch.Tensor:

@@ -127,6 +127,35 @@ class DeviceMemory:
             self.hold(device, workers_per_device, worker)
 
 
+@dataclass(frozen=True)
+class DeviceUse:
+    """One worker's use of its device.
+
+    Args:
+        memory: limits it.
+        device: of the worker.
+        workers_per_device: which share it.
+        worker: its number on this host.
+        precision: of the trainer.
+        module: of the worker.
+    """
+
+    memory: DeviceMemory
+    device: torch.device
+    workers_per_device: int
+    worker: int
+    precision: str
+    module: torch.nn.Module
+
+    def hold(self) -> None:
+        """Let torch refuse this process more than its share."""
+        self.memory.hold(self.device, self.workers_per_device, self.worker)
+
+    def measure(self) -> None:
+        """Publish this worker's need so far, and apply the share that follows."""
+        self.memory.measure(self.device, self.workers_per_device, self.worker)
+
+
 # ---- where it is full ---------------------------------------------------------------------------
 
 
@@ -161,12 +190,12 @@ class Shortage:
         return all(others) and self.needed + sum(others) <= self.total
 
 
-def shortage(error: BaseException, strategy: Any) -> Shortage | None:
+def shortage(error: BaseException, use: DeviceUse) -> Shortage | None:
     """Measure the device after ``error``; ``None``: no GPU, or one that has failed."""
-    device, memory = strategy.root_device, strategy.device_memory
+    device, memory = use.device, use.memory
     if device.type not in KINDS:
         return None
-    module, worker = torch.get_device_module(device), strategy.local_rank
+    module, worker = torch.get_device_module(device), use.worker
     try:
         free, total = module.mem_get_info(device)
         held = module.memory_allocated(device)
@@ -174,38 +203,37 @@ def shortage(error: BaseException, strategy: Any) -> Shortage | None:
         return None
     asked = _ASKED.search(str(error))
     more = round(float(asked[2]) * _UNITS[asked[3]]) if asked else 0
-    share = memory.share(strategy.workers_per_device, worker)
+    share = memory.share(use.workers_per_device, worker)
     may_take = None if share is None else int(share * total)
     others = None if memory.needs is None else memory.needs.others(worker)
     return Shortage(held, held + more, free, total, may_take, others)
 
 
-def out_of_memory(error: BaseException, strategy: Any, samples: float | None = None) -> str:
+def out_of_memory(error: BaseException, use: DeviceUse, samples: float | None = None) -> str:
     """The text of an out-of-memory error: the refused allocation, what is free, and what to change.
 
     ``samples``: in the mini-batch, if known.
     """
-    found = shortage(error, strategy)
-    advice = ", ".join(_advice(found, strategy, samples))
-    return f"{_numbers(error, found, strategy)}What takes less: {advice}."
+    found = shortage(error, use)
+    advice = ", ".join(_advice(found, use, samples))
+    return f"{_numbers(error, found, use)}What takes less: {advice}."
 
 
-def note_need(error: BaseException, strategy: Any) -> None:
+def note_need(error: BaseException, use: DeviceUse) -> None:
     """Training continues: record the need at the error, if the other workers leave that much."""
-    found, needs = shortage(error, strategy), strategy.device_memory.needs
+    found, needs = shortage(error, use), use.memory.needs
     if found is not None and needs is not None and found.is_left_by_others:
-        worker = strategy.local_rank
-        needs.note(worker, found.needed, found.total)
-        strategy.device_memory.hold(strategy.root_device, strategy.workers_per_device, worker)
+        needs.note(use.worker, found.needed, found.total)
+        use.hold()
 
 
-def _advice(found: Shortage | None, strategy: Any, samples: float | None) -> Iterator[str]:
-    fewer = _samples_that_fit(found, strategy, samples)
+def _advice(found: Shortage | None, use: DeviceUse, samples: float | None) -> Iterator[str]:
+    fewer = _samples_that_fit(found, use, samples)
     where = "your DataLoader's batch_size, or batch_size_per_worker"
     yield f"smaller mini-batches ({where}{fewer})"
-    if strategy.root_device.type not in KINDS:
+    if use.device.type not in KINDS:
         return
-    workers, given = strategy.workers_per_device, strategy.device_memory.fraction
+    workers, given = use.workers_per_device, use.memory.fraction
     if workers > 1:
         fit = 0 if found is None else found.total // max(1, found.needed)
         like = f"; at most {fit} with such needs fit" if 0 < fit < workers else ""
@@ -216,30 +244,29 @@ def _advice(found: Shortage | None, strategy: Any, samples: float | None) -> Ite
         yield f"device_memory_fraction={least:g} or more{unused}"
     elif given is not None:
         yield f"a larger device_memory_fraction ({given:g} now)"
-    if "bf16" not in str(getattr(strategy.precision_plugin, "precision", "")):
+    if "bf16" not in use.precision:
         yield "Trainer(precision='bf16-mixed')"
 
 
-def _samples_that_fit(found: Shortage | None, strategy: Any, samples: float | None) -> str:
+def _samples_that_fit(found: Shortage | None, use: DeviceUse, samples: float | None) -> str:
     """How many samples fit, as if memory beside the parameters grew linearly with samples."""
-    module = getattr(strategy, "lightning_module", None)
-    if found is None or not samples or module is None:
+    if found is None or not samples:
         return ""
-    parameters = sum(each.nbytes for each in module.parameters())
+    parameters = sum(each.nbytes for each in use.module.parameters())
     if found.needed <= parameters:
         return ""
     fit = math.floor(samples * (found.room - parameters) / (found.needed - parameters))
     return f"; at most {fit} of {samples:g} samples fit" if 0 < fit < samples else ""
 
 
-def _numbers(error: BaseException, found: Shortage | None, strategy: Any) -> str:
-    if strategy.root_device.type not in KINDS:
+def _numbers(error: BaseException, found: Shortage | None, use: DeviceUse) -> str:
+    if use.device.type not in KINDS:
         return ""
     asked = _ASKED.search(str(error))
     said = f"{asked[1]} were asked for" if asked else "Memory was asked for"
     if found is None:
         return f"{said}. "
-    said += f"; {_size(found.free)} of {strategy.root_device}'s {_size(found.total)} are free"
+    said += f"; {_size(found.free)} of {use.device}'s {_size(found.total)} are free"
     if found.may_take is not None:
         said += f", of which this worker may take {_size(found.may_take)}"
     said += f". It held {_size(found.held)}, so it needs at least {_size(found.needed)}"

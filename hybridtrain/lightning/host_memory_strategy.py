@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from pytorch_lightning.strategies import ParallelStrategy, Strategy
 
+from hybridtrain.engine.options.strategy_arguments import StrategyArguments
 from hybridtrain.engine.recording.run_description import Recording
+from hybridtrain.engine.scheme import Scheme, required
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.expected_updates import (
-    ExpectedUpdates,
+    ExpectsUpdates,
     answer_for_all_workers,
 )
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
@@ -19,43 +23,54 @@ from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWri
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.prefetch import Ahead
-from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
+from hybridtrain.lightning.device_memory import DeviceMemory, DeviceUse, out_of_memory
 from hybridtrain.lightning.failover.rejoin import Rejoin
+from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
+from hybridtrain.lightning.failover.worker_end import WorkerEnd
+from hybridtrain.lightning.fault_injection.in_worker import Faults
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.hosts.agreement import checkpoint_of_host_0
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0, place_of
 from hybridtrain.lightning.preflight.machine_checks import check_loader
-from hybridtrain.lightning.results.held_objects import HeldObjects
 from hybridtrain.lightning.results.returned_optimizers import TrainedOptimizers
+from hybridtrain.lightning.results.worker_result import WorkersTraining
+from hybridtrain.lightning.run_setup import RunSetup
+from hybridtrain.lightning.states.held_objects import HeldObjects
+from hybridtrain.lightning.step.session import Session
+from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.host_place import HostPlace
 
 _OPTIMIZERS: Any = Strategy.optimizers
 
 
-class HostMemoryStrategy(ParallelStrategy):
+class HostMemoryStrategy(ParallelStrategy, Scheme, ExpectsUpdates):
     """A strategy whose workers have one server, and the same number on each host.
 
-    A worker's number is its global rank; workers of host 0 come first.
+    A worker's number is its global rank; workers of host 0 come first. The launcher knows this part
+    alone.
     """
 
     strategy_name = "hybrid"
-    recording: Recording | None
+    data_options: StrategyArguments
     keeping: CheckpointWriting
+    faults: Faults
     device_memory: DeviceMemory
     workers_per_device: int
     _trained: TrainedOptimizers | None = None  # in the calling process, after training
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
-    expected_updates: ExpectedUpdates | None = None  # of a free-running worker
-    _trained_updates: float | None = None  # expected in worker 0, in the calling process
     _loaders: Loaders | None = None  # of a worker
     _change: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of loaded checkpoints
     _back: Rejoin | None = None  # of a restarted worker
     _copy: str | None = None  # the path of a copy of host 0's checkpoint, to be loaded instead
     _schedules: list[Any]
     _lacks_optimizers = False  # in the calling process, after training
-    _collectives: Collectives | None = None  # of a worker
+    worker: WorkerContext | None = None  # of a worker
+    rng_mailbox: RngMailbox | None = None  # of the current run
+    session: Session | None = None  # forward, backward and steps of the current training
+    saves_alone = False  # this worker writes a checkpoint that the others do not know of
+    interrupted_by: int | None = None  # the signal that ended the last run
     _num_nodes = 1
     _place: HostPlace | None = None  # once it has been asked for
     _ahead: Ahead | None = None  # where workers compute on devices of their own
@@ -95,10 +110,72 @@ class HostMemoryStrategy(ParallelStrategy):
         return range(self.first_worker, self.first_worker + self.local_workers)
 
     @property
-    def hosts_of_run(self) -> int:
-        """The number of hosts of this run, or of the run that is replayed."""
-        again = 1 if self.recording is None else self.recording.n_hosts
-        return max(again, self.place.n_hosts)
+    def run_setup(self) -> RunSetup:
+        """The parts and sizes of the run, for those that check them."""
+        return RunSetup(
+            self,
+            self.data_options,
+            self.place,
+            self.world_size,
+            self.local_workers,
+            tuple(self.parallel_devices or ()),
+            self.workers_per_device,
+            str(getattr(self.precision_plugin, "precision", "")),
+        )
+
+    # ---- a run, in the calling process ----------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """Derive what policy and exchange require of this number of workers."""
+        self.requirements, self.interrupted_by = required(self), None
+
+    def interrupt(self, signum: int) -> None:
+        """This signal has ended the run."""
+        self.interrupted_by = signum
+
+    def exchanging_rng(self, mailbox: RngMailbox) -> AbstractContextManager[None]:
+        """Workers leave their RNG states there, as one may be replaced."""
+        return temporarily(self, rng_mailbox=mailbox)
+
+    def playing(self, recording: Recording) -> AbstractContextManager[None]:
+        """Let its runner take the place of processes."""
+        return temporarily(self, recording=recording)
+
+    # ---- a worker's life ------------------------------------------------------------------------
+
+    @abstractmethod
+    def enter_worker(self, client: Client, trainer: Any, back: Rejoin | None = None) -> WorkerEnd:
+        """Make this process a worker; ``back``: in place of a lost one."""
+
+    @abstractmethod
+    def end_training(self) -> WorkersTraining:
+        """What this worker has of its training, once it is over."""
+
+    @abstractmethod
+    def exchange_last_steps(self) -> None:
+        """Exchange this worker's own steps since the last exchange, where it stops alone."""
+
+    def saving_alone(self) -> AbstractContextManager[None]:
+        """This worker writes a checkpoint that the others do not know of."""
+        return temporarily(self, saves_alone=True)
+
+    def current_session(self) -> Session | None:
+        """The session of the current training, if there is one."""
+        return self.session
+
+    @property
+    def device_use(self) -> DeviceUse:
+        """This worker's use of its device."""
+        module = self.lightning_module
+        assert module is not None, "Lightning has set it"
+        return DeviceUse(
+            self.device_memory,
+            self.root_device,
+            self.workers_per_device,
+            self.local_rank,
+            str(getattr(self.precision_plugin, "precision", "")),
+            module,
+        )
 
     @property
     def place(self) -> HostPlace:
@@ -113,18 +190,13 @@ class HostMemoryStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Move the module; limit this worker to its share of the device."""
-        module = self.lightning_module
-        assert module is not None, "Lightning has set it"
+        use = self.device_use
         try:
-            self.device_memory.hold(self.root_device, self.workers_per_device, self.local_rank)
-            module.to(self.root_device)
+            use.hold()
+            use.module.to(use.device)
         except torch.OutOfMemoryError as error:
-            error.add_note(f"The parameters do not fit. {out_of_memory(error, self)}")
+            error.add_note(f"The parameters do not fit. {out_of_memory(error, use)}")
             raise
-
-    def measure_device(self) -> None:
-        """Measure this worker's need of its device."""
-        self.device_memory.measure(self.root_device, self.workers_per_device, self.local_rank)
 
     def remember_training(
         self, trained: TrainedOptimizers, updates: float | None, held: HeldObjects
@@ -138,11 +210,6 @@ class HostMemoryStrategy(ParallelStrategy):
         made = trained.come_home(self.lightning_module, held)
         self._lacks_optimizers = made is None
         self.optimizers, self._schedules = made or ([], [])
-
-    def expected_total(self) -> float | None:
-        """The updates of the whole training; ``None``: ask Lightning."""
-        expected = self.expected_updates
-        return self._trained_updates if expected is None else expected.total()
 
     def change_loaded(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Let checkpoints pass through ``change`` when they are loaded, also in workers."""
@@ -161,7 +228,8 @@ class HostMemoryStrategy(ParallelStrategy):
             return
         if isinstance(self.checkpoint_io, WholeCheckpointIO):
             self.checkpoint_io.wait()  # the run itself may be writing it
-        loading = checkpoint_of_host_0(self.client, path, self.hosts_of_run)
+        assert self.worker is not None, "only workers resume"
+        loading = checkpoint_of_host_0(self.client, path, self.worker.n_hosts)
         with loading as copy, temporarily(self, _copy=copy):
             proceed(path, *args, **kwargs)
 
@@ -215,15 +283,6 @@ class HostMemoryStrategy(ParallelStrategy):
         if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
             checkpoint = self._trained.into(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def random_numbers(self, together: bool = False) -> Any:
-        """See :meth:`Loaders.random_numbers`; ``None`` outside of a worker."""
-        return None if self._loaders is None else self._loaders.random_numbers(together)
-
-    def know_random_numbers(self, numbers_of: Mapping[int, Any]) -> None:
-        """The next checkpoint has these workers' RNG states, too; empty: it has not."""
-        if self._loaders is not None:
-            self._loaders.know_random_numbers(numbers_of)
 
     @property
     def root_device(self) -> torch.device:
@@ -279,21 +338,23 @@ class HostMemoryStrategy(ParallelStrategy):
 
     @property
     def collectives(self) -> Collectives:
-        assert self._collectives is not None, "only workers meet"
-        return self._collectives
+        assert self.worker is not None, "only workers meet"
+        return self.worker.collectives
 
     def barrier(self, name: str | None = None) -> None:
-        if self._collectives is not None:
-            self._collectives.barrier(name or "")
+        if self.worker is not None:
+            self.worker.collectives.barrier(name or "")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
+        return obj if self.worker is None else self.worker.collectives.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._collectives is None else self._collectives.reduce(tensor, reduce_op)
+        worker = self.worker
+        return tensor if worker is None else worker.collectives.reduce(tensor, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._collectives is None else self._collectives.decide(decision, all)
+        worker = self.worker
+        return decision if worker is None else worker.collectives.decide(decision, all)
 
     def all_gather(
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytorch_lightning as pl
 import torch
@@ -23,7 +23,6 @@ from hybridtrain.engine.exchanges import check_visits
 from hybridtrain.engine.memory.scratch_file import Scratch
 from hybridtrain.engine.monitoring.watchdog import Watchdog
 from hybridtrain.engine.options.strategy_arguments import check_sizes
-from hybridtrain.engine.protocol.messages import Stopped
 from hybridtrain.engine.recording.run_description import Runner
 from hybridtrain.engine.recovery.failure_policy import Judge
 from hybridtrain.engine.scheme import (
@@ -46,15 +45,8 @@ from hybridtrain.errors import UserError
 from hybridtrain.hosts.other_hosts import Hosts
 from hybridtrain.hosts.relay import Relay
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
-from hybridtrain.lightning.collectives import gather_by_keys
 from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
-from hybridtrain.lightning.failover.worker_end import (
-    end_worker,
-    left_behind,
-    report_failure,
-    take_turn_saving,
-)
 from hybridtrain.lightning.fault_injection.in_worker import inject, interrupt_updates
 from hybridtrain.lightning.hooks.lean_hooks import be_lean, take_for_an_error
 from hybridtrain.lightning.hooks.trainer_hooks import (
@@ -64,7 +56,9 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
     leave_signals_alone,
     tear_down,
 )
+from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
 from hybridtrain.lightning.hosts.joining import joined, results_of, with_other_hosts
+from hybridtrain.lightning.participation.gathered_dictionaries import gather_by_keys
 from hybridtrain.lightning.preflight.machine_checks import check_startup
 from hybridtrain.lightning.preflight.strategy_checks import (
     check_lock_free,
@@ -74,22 +68,18 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     check_trainer,
     check_transport,
 )
-from hybridtrain.lightning.results.held_objects import HeldObjects
-from hybridtrain.lightning.results.logger_state import logger_states, logs_open
-from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
-from hybridtrain.lightning.run_context import context_of, strategy_of
+from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack, whole
+from hybridtrain.lightning.states.held_objects import HeldObjects
+from hybridtrain.lightning.states.logger_state import logger_states, logs_open
 from hybridtrain.lightning.step_profiler import leave_profile, profiled, watch_worker
 from hybridtrain.lightning_package import told_to_children
 from hybridtrain.util.cleanup import vanishing_sockets
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
 
 
 class HybridLauncher(Launcher):
     """Runs a trainer's function in W worker processes; serves and supervises them."""
 
-    def __init__(self, strategy: HybridStrategy) -> None:
+    def __init__(self, strategy: HostMemoryStrategy) -> None:
         self._strategy = strategy
 
     @property
@@ -107,7 +97,7 @@ class HybridLauncher(Launcher):
         """Run ``function`` in every worker; return worker 0's result."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
-        job = _TrainerCall(trainer, function, args, kwargs)
+        job = _TrainerCall(trainer, strategy, function, args, kwargs)
         strategy.begin_run()
         if strategy.data_options["data_shards"] is not None:
             check_visits(strategy.requirements)
@@ -139,19 +129,20 @@ class HybridLauncher(Launcher):
         job.global_state = carried(trainer, method)
         scratch = Scratch(apart=strategy.node_rank > 0)
         job.room = scratch.path
-        check_startup(strategy, method, start.threads, usable_cores(), job)
+        check_startup(strategy.run_setup, start, usable_cores(), job)
         job.look_through(forked=method == "fork")
         held = HeldObjects(trainer)
         try:
             if strategy.node_rank > 0:
                 results = self._relay(job, start)
             else:
-                results = with_other_hosts(
-                    trainer, job.given(), scratch, partial(self._begin, job, start)
-                )
+                train = partial(self._begin, job, start)
+                setup, given, stats = strategy.run_setup, job.given(), strategy.run_stats
+                complete = partial(whole, scratch)
+                results = with_other_hosts(setup, trainer, given, train, complete, stats)
         except Interrupted as interruption:
             self._interrupt(interruption, trainer, held, scratch)
-        return unpack(trainer, results, held, scratch, job.given())
+        return self._take_home(trainer, results, held, scratch, job.given())
 
     def _begin(self, job: _TrainerCall, start: StartOptions, others: Hosts | None) -> list[Any]:
         """Train, and begin anew if all workers are lost before any has told its progress."""
@@ -165,7 +156,7 @@ class HybridLauncher(Launcher):
     def _relay(self, job: _TrainerCall, start: StartOptions) -> list[Any]:
         """Serve the workers of this host; return the results of all workers."""
         strategy, trainer = self._strategy, job.trainer
-        with joined(trainer, job.given()) as connection:
+        with joined(strategy.run_setup, trainer, job.given()) as connection:
             job.instead = connection.about["from"]
             relay = Relay(
                 connection,
@@ -213,7 +204,8 @@ class HybridLauncher(Launcher):
     ) -> NoReturn:
         """A signal ended the run: save what is finished, then raise what Lightning raises."""
         self._strategy.interrupt(interruption.signum)
-        save_finished(trainer, interruption.results, held, scratch)
+        remember, keeping = self._strategy.remember_training, self._strategy.keeping
+        save_finished(trainer, interruption.results, held, remember, keeping, scratch)
         if interruption.signum != signal.SIGINT:
             sys.exit(128 + interruption.signum)
         raise KeyboardInterrupt from None
@@ -223,7 +215,21 @@ class HybridLauncher(Launcher):
         self._strategy.keeping.is_whole()
         held = HeldObjects(job.trainer)
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
-        return unpack(job.trainer, results, held, given=job.given()) if results else None
+        if not results:
+            return None
+        return self._take_home(job.trainer, results, held, None, job.given())
+
+    def _take_home(
+        self,
+        trainer: pl.Trainer,
+        results: list[Any],
+        held: HeldObjects,
+        scratch: Scratch | None,
+        given: dict[str, Any],
+    ) -> Any:
+        strategy = self._strategy
+        remember, keeping = strategy.remember_training, strategy.keeping
+        return unpack(trainer, results, held, remember, keeping, scratch, given)
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent sees the signal itself, and sends ``Stop`` to its workers."""
@@ -248,7 +254,7 @@ def clear_frames_of(error: BaseException, handled: BaseException | None = None) 
 @contextmanager
 def surroundings(job: _TrainerCall, start_method: str) -> Iterator[None]:
     """Resources that exist while workers run, and what the job tells workers of them."""
-    strategy, trainer = context_of(job.trainer), job.trainer
+    strategy, trainer = job.strategy, job.trainer
     with (
         strategy.keeping.listening(trainer),
         told_to_children(),
@@ -256,14 +262,14 @@ def surroundings(job: _TrainerCall, start_method: str) -> Iterator[None]:
         strategy.device_memory.measured(strategy.parallel_devices or [], strategy.local_workers),
         pages_of(strategy, trainer),
         logs_open(trainer),
-        warnings_noted(trainer) as job.warned,
+        warnings_noted(strategy.cluster_environment) as job.warned,
     ):
         job.loggers = logger_states(trainer) if start_method == "fork" else []
         yield
 
 
 @contextmanager
-def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
+def pages_of(strategy: HostMemoryStrategy, trainer: pl.Trainer) -> Iterator[None]:
     """RNG states in shared memory, for runs in which a worker may be replaced."""
     restarts = strategy.on_failure.choice == "restart"
     if not (strategy.requirements.whole_rounds and restarts and trainer.state.fn == "fit"):
@@ -274,20 +280,21 @@ def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
         yield
 
 
-def device_names_of(strategy: HybridStrategy) -> list[str]:
+def device_names_of(strategy: HostMemoryStrategy) -> list[str]:
     """The devices of this host's workers, in words."""
     devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
     return [devices[number % len(devices)] for number in range(strategy.local_workers)]
 
 
-def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
+def check_all(strategy: HostMemoryStrategy, trainer: pl.Trainer) -> None:
     """Refuse contradicting options before a process is started; raises UserError."""
-    check_trainer(trainer, strategy.requirements.whole_rounds)
+    setup = strategy.run_setup
+    check_trainer(trainer, setup)
     if strategy.requirements.in_place:
         check_lock_free(trainer, strategy.world_size)
-    check_transport(strategy)
+    check_transport(setup)
     if strategy.requirements.parameters == "own":
-        check_own_parameters(strategy, trainer)
+        check_own_parameters(setup, trainer)
     check_sizes(strategy.data_options["batch_size_per_worker"], strategy.world_size)
     check_parts(strategy)
     strategy.faults.check(strategy.requirements, strategy.world_size)
@@ -313,6 +320,7 @@ class _TrainerCall:
     """The job that every worker gets."""
 
     trainer: pl.Trainer
+    strategy: HostMemoryStrategy  # the trainer's
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -336,14 +344,14 @@ class _TrainerCall:
         given |= self.given()
         given |= {f"callbacks[{n}]": callback for n, callback in enumerate(trainer.callbacks)}
         given |= {f"loggers[{n}]": logger for n, logger in enumerate(trainer.loggers)}
-        return given | {"strategy": strategy_of(trainer), "trainer": trainer}
+        return given | {"strategy": self.strategy, "trainer": trainer}
 
     def look_through(self, forked: bool) -> None:
         """Look at what workers inherit; warn of what they cannot use."""
         parts = self.named()  # data, model and callbacks; what follows may lead to anything
         loggers = [name for name in parts if name.startswith("loggers[")]
         beyond = [parts.pop(name) for name in ("trainer", "strategy", *loggers)]
-        n_workers, data = context_of(self.trainer).local_workers, self.given().keys() - {"model"}
+        n_workers, data = self.strategy.local_workers, self.given().keys() - {"model"}
         self.inherited = look_through(parts, data, n_workers, forked, beyond)
         for line in self.inherited.lines:
             rank_zero_warn(line)
@@ -361,40 +369,38 @@ def _run_in_worker(job: _TrainerCall, client: Client) -> Any:
     if job.global_state is not None:
         job.global_state.restore()
         stop_sharing(job.trainer.lightning_module)
-    os.environ["LOCAL_RANK"] = str(client.worker - context_of(job.trainer).first_worker)
+    os.environ["LOCAL_RANK"] = str(client.worker - job.strategy.first_worker)
     forget_process_group()
     gather_by_keys()
     trainer: Any = job.trainer
+    strategy = job.strategy
     held = HeldObjects(trainer)
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)
     leave_signals_alone(trainer)  # the parent handles them
-    back = Rejoin(job.progress, job.version, trainer, client) if job.progress else None
-    context = context_of(trainer)
-    context.enter_worker(client, trainer, back)
-    inject(trainer, client, context.faults)
-    listen(trainer, job.warned)
-    context.keeping.take_over(trainer)
-    watch_worker(trainer, client)
+    whole_rounds = strategy.requirements.whole_rounds
+    back = None
+    if job.progress:
+        back = Rejoin(job.progress, job.version, trainer, client, whole_rounds)
+    end = strategy.enter_worker(client, trainer, back)
+    inject(trainer, client, strategy.faults, strategy, strategy.current_session)
+    listen(trainer, job.warned, strategy.saving_alone)
+    watch_worker(trainer, client, strategy, strategy.current_session)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
         resumed = {} if back is None else {"ckpt_path": MEMORY}
         returned = job.function(**job.given() | resumed)
         client.gather("the way home", None)  # or the packing worker could be lost unnoticed
-        return pack(trainer, returned, held, job.room)
+        return pack(trainer, strategy.end_training(), returned, held, job.room)
     except TunerExit:  # after a search for a learning rate without training
         tear_down(trainer)
-        return pack(trainer, None, held, job.room)
+        return pack(trainer, strategy.end_training(), None, held, job.room)
     except StopRequested as stop:
-        context.exchange_last_steps()
-        client.note(Stopped(left=left_behind(trainer)))
-        client.go_alone()
-        take_turn_saving(trainer)
-        end_worker(trainer, stop)
+        strategy.exchange_last_steps()
+        end.stop(stop)
         raise
     except BaseException as error:
-        report_failure(trainer, error)
-        end_worker(trainer, error)
+        end.fail(error)
         raise
     finally:
         leave_profile(trainer, client.worker)

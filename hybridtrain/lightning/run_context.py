@@ -1,18 +1,17 @@
-"""The strategy as the parts of a run get it.
+"""What code has that Lightning calls with a trainer alone.
 
-Lightning types ``trainer.strategy`` as its own base class. Parts get ours from the functions below,
-and import its class for type checkers alone, as it puts all of them together.
+All else is handed on when a part is made: by the launcher, and by the strategy, which makes the
+parts of a worker.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.strategies import Strategy
 
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
+from hybridtrain.lightning.worker_context import WorkerContext
 
 
 def strategy_of(trainer: Any) -> Strategy:
@@ -20,14 +19,13 @@ def strategy_of(trainer: Any) -> Strategy:
     return cast(Strategy, trainer.strategy)
 
 
-def context_of(trainer: Any) -> HybridStrategy:
-    """The strategy of ours; members of workers must not be read in another process."""
-    return cast("HybridStrategy", trainer.strategy)
+def worker_of(trainer: Any) -> WorkerContext | None:
+    """The worker that the trainer is in; ``None``: no worker of ours.
 
-
-def context_if_ours(trainer: Any) -> HybridStrategy | None:
-    """The same; ``None`` under a strategy of Lightning's own."""
-    return context_of(trainer) if hasattr(trainer.strategy, "requirements") else None
+    For methods of Lightning's classes, and callbacks that users make.
+    """
+    found = getattr(trainer.strategy, "worker", None)
+    return found if isinstance(found, WorkerContext) else None
 
 
 def checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.profilers import Profiler
+from pytorch_lightning.strategies import Strategy
 from rich.console import Console
 
 from hybridtrain.engine.monitoring.watchdog import to_stderr
@@ -27,7 +28,7 @@ from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE
-from hybridtrain.lightning.run_context import context_of, strategy_of
+from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.cleanup import removed_in_the_end
 from hybridtrain.util.option_types import Positive, typed
@@ -126,8 +127,10 @@ class StepProfiler(Profiler):
 
     # ---- a worker's part ------------------------------------------------------------------------
 
-    def watch(self, trainer: Any, client: Client) -> None:
-        """Under a strategy of this package: time its methods, too."""
+    def watch(
+        self, trainer: Any, client: Client, strategy: Strategy, session: Callable[[], object]
+    ) -> None:
+        """Under a strategy of this package: time its methods and its session, once it trains."""
         self._watched = True
         if self._parts is None:  # on a further host, which writes nothing
             return
@@ -141,8 +144,7 @@ class StepProfiler(Profiler):
         timed(track, client.line, "send", Phase.PUSH)  # apart from waiting
         timed(track, client, "await_release", Phase.WAIT, "wait for the release")
         follow(client, "await_release", lambda: track.mark(client.version))
-        context = context_of(trainer)
-        follow(context, "on_train_start", lambda: self._watch_session(context.session, client))
+        follow(strategy, "on_train_start", lambda: self._watch_session(session(), client))
 
     def validate(self, proceed: Callable[[], Any]) -> Any:
         """Measure a validation."""
@@ -252,10 +254,12 @@ def conclude(
         report.show(Console(), written)
 
 
-def watch_worker(trainer: Any, client: Client) -> None:
-    """In a worker, at the start of a run."""
+def watch_worker(
+    trainer: Any, client: Client, strategy: Strategy, session: Callable[[], object]
+) -> None:
+    """In a worker, at the start of a run; see :meth:`StepProfiler.watch`."""
     if isinstance(trainer.profiler, StepProfiler):
-        trainer.profiler.watch(trainer, client)
+        trainer.profiler.watch(trainer, client, strategy, session)
 
 
 def leave_profile(trainer: Any, worker: int) -> None:

@@ -25,9 +25,8 @@ from hybridtrain.engine.exchanges import Inside
 from hybridtrain.engine.faults import read_faults
 from hybridtrain.engine.options.exchange_options import INSIDE, InsideOptions
 from hybridtrain.engine.options.strategy_arguments import StrategyArguments, checked, of_lightning
-from hybridtrain.engine.protocol.messages import Clip, Paused, Resumed
-from hybridtrain.engine.recording.run_description import Recording
-from hybridtrain.engine.scheme import Scheme, required
+from hybridtrain.engine.protocol.messages import Paused, Resumed
+from hybridtrain.engine.scheme import required
 from hybridtrain.engine.step.remote_state import without_fetching
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.agreement import agree, send_writes
@@ -36,16 +35,16 @@ from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
     answer_for_all_workers,
 )
-from hybridtrain.lightning.async_training.update_count import lift_dev_run_limit
 from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_shapes
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.checkpointing.saved_multiples import OneUpdate
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.device_memory import DeviceMemory
 from hybridtrain.lightning.failover.lost_samples import LostSampleRedistribution, prepare_for_losses
 from hybridtrain.lightning.failover.rejoin import Rejoin
-from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
+from hybridtrain.lightning.failover.worker_end import WorkerEnd
 from hybridtrain.lightning.fault_injection.in_worker import Faults
 from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch, has_made_last_step
 from hybridtrain.lightning.hooks.points import Point, around, before
@@ -56,18 +55,23 @@ from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.participation.evaluated_model import EvaluatedModel
 from hybridtrain.lightning.participation.metrics_by_name import MetricsByName
-from hybridtrain.lightning.results.callback_state import ModuleState
+from hybridtrain.lightning.participation.uneven_evaluation import share_evaluations
+from hybridtrain.lightning.preflight.strategy_checks import check_parameters, check_renormalised
 from hybridtrain.lightning.results.returned_training import before_configuring
+from hybridtrain.lightning.results.worker_result import WorkersTraining
+from hybridtrain.lightning.states.callback_state import ModuleState
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
 from hybridtrain.lightning.sync_batchnorm import synchronise
-from hybridtrain.lightning.worker_callback import WorkerCallback
+from hybridtrain.lightning.update_count import lift_dev_run_limit
+from hybridtrain.lightning.worker_callback import Alignment, WorkerCallback
+from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.lightning_package import admit, is_foreign, refuse_mixture
 from hybridtrain.util.attributes import temporarily
 from hybridtrain.util.option_types import Named, choose
 
 
-class HybridStrategy(HostMemoryStrategy, Scheme):
+class HybridStrategy(HostMemoryStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
     Options of Lightning's ``ParallelStrategy`` are taken as well.
@@ -137,9 +141,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         UserError: if an option is unknown, has a value that is not allowed, or contradicts another.
     """
 
-    rng_mailbox: RngMailbox | None = None  # of the current run
     step_rollback: StepRollback | None = None  # of the current training
-    session: Session | None = None  # forward, backward and steps of the current training
     _inside: InsideOptions | None = None
     _snapshot: list[dict[str, Any]] | None = None
     _saves_one_update = False  # the checkpoints of a hook
@@ -147,14 +149,12 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
     _count: UpdateCount | None = None  # where workers run freely
     _losses: LostSampleRedistribution | None = None  # once training has begun
     _evaluated: EvaluatedModel | None = None  # where workers have models of their own
-    interrupted_by: int | None = None  # the signal that ended the last run
-    trainer_callbacks: list[pl.Callback]  # in a worker, without those of the module
     _abstains = False
-    saves_alone = False  # this worker writes a checkpoint that the others do not know of
     reports_progress = False  # it sends the state of training, perhaps in the middle of a step
     before_configuring: ModuleState | None = None  # the module's attributes after setup
     _has_asked = False  # whether it may begin at all
     _absence: Absence
+    _callback: WorkerCallback  # of a worker
 
     def __init__(self, policy: Named = "hybrid", **options: Unpack[StrategyArguments]) -> None:
         given = checked({"policy": policy, **options})
@@ -165,7 +165,7 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         self.workers_per_device = given["workers_per_device"]
         self.device_memory = DeviceMemory(given["device_memory_fraction"])
         self.transport = None if given["transport_dtype"] is None else torch.bfloat16
-        self.data_options: StrategyArguments = given
+        self.data_options = given
         self.keeping = CheckpointWriting(given["checkpoint"])
         self.faults = Faults(read_faults(given["faults"]))
 
@@ -183,11 +183,6 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             return None
         return Inside(self.local_workers, self._inside.every)
 
-    @property
-    def min_hosts(self) -> int:
-        """The number of hosts with which training begins."""
-        return min(self.data_options["min_hosts"] or self.num_nodes, self.num_nodes)
-
     def _configure_launcher(self) -> None:
         if is_foreign(self.accelerator):  # so is the trainer
             raise refuse_mixture("the Trainer")
@@ -196,14 +191,24 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
 
     # ---- a worker's life ------------------------------------------------------------------------
 
-    def enter_worker(self, client: Client, trainer: Any, back: Rejoin | None = None) -> None:
+    def enter_worker(self, client: Client, trainer: Any, back: Rejoin | None = None) -> WorkerEnd:
         """Make this process a worker; ``back``: in place of a lost one."""
         self._client, self._back = client, back
         client.listeners.on_invitation(self._join_others)
-        self._collectives = Collectives(client, self.root_device)
+        again = 1 if self.recording is None else self.recording.n_hosts
+        self.worker = worker = WorkerContext(
+            client,
+            Collectives(client, self.root_device),
+            self.requirements,
+            self.on_failure,
+            self.root_device,
+            max(again, self.place.n_hosts),
+            self.recording,
+        )
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
-        self._loaders = Loaders(trainer, client)
-        self._absence = Absence(trainer, client, self._loaders)
+        self._loaders = Loaders(trainer, worker, self.data_options)
+        share_evaluations(trainer, worker, self._loaders)
+        self._absence = Absence(trainer, worker, self._loaders)
         if self.requirements.parameters != "masters":
             self._evaluated = EvaluatedModel(trainer, client)
         self.expected_updates = self._trained_updates = None
@@ -212,15 +217,41 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
                 lift_dev_run_limit(trainer)
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
             answer_for_all_workers()
-        self.trainer_callbacks = list(trainer.callbacks)
-        metrics = MetricsByName(trainer, self._collectives)
-        trainer.callbacks.insert(0, WorkerCallback(trainer, self._loaders.position, metrics))
+        metrics = MetricsByName(trainer, worker)
+        between = Alignment(self.await_turn, self.synchronize_epoch, self.validate_behind_last)
+        self._callback = WorkerCallback(
+            worker, self, self._loaders.position, metrics, self.keeping, between
+        )
+        trainer.callbacks.insert(0, self._callback)
         around(Point.SAVE, trainer, self.save_together)
         before(Point.DUMP, dumper(trainer), self.before_checkpoint)
         if back is not None:
             back.prepare()
-        elif self.hosts_of_run > 1:
+        elif worker.n_hosts > 1:
             around(Point.RESUME, dumper(trainer), self.resume_together)
+        one_update = OneUpdate(self.decide_on_checkpoint, self.save_one_update)
+        self.keeping.take_over(trainer, one_update, not self.requirements.whole_rounds)
+        return WorkerEnd(
+            trainer, worker, self._loaders, self.keeping, self.before_checkpoint, self._give_up
+        )
+
+    def _give_up(self) -> None:
+        """Take back a step that is under way."""
+        if self.step_rollback is not None:
+            self.step_rollback.give_up()
+
+    def end_training(self) -> WorkersTraining:
+        return WorkersTraining(
+            self._gather_last_states,
+            self.before_checkpoint,
+            self.before_configuring,
+            self.expected_updates,
+        )
+
+    def _gather_last_states(self) -> None:
+        if self.session is not None:
+            with self.session.keeping_writes():
+                self.gather_states()
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
@@ -229,36 +260,50 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         super().setup(trainer)
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
-            self.session = Session(self.client, self.lightning_module)
+            assert self.worker is not None, "this is a worker"
+            module, transport = self.lightning_module, self.transport
+            check_parameters(module)  # again: configure_model may have made some
+            check_renormalised(module, self.requirements, self.client.n_workers)
+            self.session = Session(self.worker, module, self, transport, self.device_use)
+            self._callback.begin(self.session)
             if self.session.final:
-                around(Point.CLIP, self.precision_plugin, self.record_clip)
+                around(Point.CLIP, self.precision_plugin, self.session.record_clip)
             if self.session.averages:
-                around(Point.BACKWARD, self.precision_plugin, self.backward_and_average)
+                around(Point.BACKWARD, self.precision_plugin, self.session.backward_and_average)
                 before(Point.CLIP, self.precision_plugin, self.session.average_own)
             streams = self.session.replica.streams
-            self._ahead = None if streams is None else Ahead(streams, trainer)
+            self._ahead = None if streams is None else Ahead(streams, self.root_device, trainer)
             if self._back is not None:
                 self._back.regroup()
 
     def on_train_start(self) -> None:
-        if self.session is not None and self._loaders is not None:
+        worker = self.worker
+        if self.session is not None and self._loaders is not None and worker is not None:
             if self._back is not None:
                 self._back.catch_up()
             trainer = self.session.trainer
-            if self.hosts_of_run > 1 and self._back is None:
+            if worker.n_hosts > 1 and self._back is None:
                 plans = [sampler.plan for sampler in self._loaders.samplers]
-                compare_workers(trainer, plans)
+                compare_workers(trainer, worker, plans)
                 share_buffers(trainer.lightning_module, self.client, self.session.buffers is None)
             self.session.install()
             if self._back is not None:
                 self._back.restore_apart(self.session)
             if (expected := self.expected_updates) is not None:
-                self._count = UpdateCount(trainer, self.client, expected, self._absence)
+                self._count = UpdateCount(trainer, worker, expected, self._absence)
             if self._count is not None and self.client.joins:
                 self.client.rejoin(joined=True)
                 self._count.join(self.session.pull())
             self.step_rollback = StepRollback(self.session, self.client, self._loaders)
-            self._losses = prepare_for_losses(trainer, self._loaders, self._back)
+            self._losses = prepare_for_losses(
+                worker,
+                self.session,
+                self._loaders,
+                self.rng_mailbox,
+                self.reporting_progress,
+                self.synchronize_workers,
+                self._back,
+            )
             self._absence.begin(self.session)
 
     def teardown(self) -> None:
@@ -266,24 +311,6 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             self.session.close()
         if self.cluster_environment is not None and self.accelerator is not None:
             super().teardown()
-
-    # ---- a run, in the calling process ----------------------------------------------------------
-
-    def begin_run(self) -> None:
-        """Derive what policy and exchange require of this number of workers."""
-        self.requirements, self.interrupted_by = required(self), None
-
-    def interrupt(self, signum: int) -> None:
-        """This signal has ended the run."""
-        self.interrupted_by = signum
-
-    def exchanging_rng(self, mailbox: RngMailbox) -> AbstractContextManager[None]:
-        """Workers leave their RNG states there, as one may be replaced."""
-        return temporarily(self, rng_mailbox=mailbox)
-
-    def playing(self, recording: Recording) -> AbstractContextManager[None]:
-        """Let its runner take the place of processes."""
-        return temporarily(self, recording=recording)
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -307,25 +334,6 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if self._ahead is not None:
             self._ahead.fetch()
         return loss
-
-    def backward_and_average(self, proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """User code reads gradients: give all workers the mean after backward."""
-        proceed(*args, **kwargs)
-        if self.session is not None and self.session.steps and not self.session.accumulates():
-            self.session.average()
-
-    def record_clip(
-        self,
-        proceed: Callable[..., None],
-        optimizer: Any,
-        clip_val: float = 0.0,
-        gradient_clip_algorithm: Any = "norm",
-    ) -> None:
-        """No user code reads gradients: let the server clip the mean."""
-        if clip_val and clip_val > 0 and self.session is not None:
-            algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-            for step in self.session.steps:
-                step.clip_next(Clip(algorithm, float(clip_val)))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.session is not None and self._loaders is not None
@@ -474,10 +482,6 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         if self.is_global_zero:
             self.client.note(Resumed())
 
-    def saving_alone(self) -> AbstractContextManager[None]:
-        """This worker writes a checkpoint that the others do not know of."""
-        return temporarily(self, saves_alone=True)
-
     def reporting_progress(self) -> AbstractContextManager[None]:
         """This worker sends the state of training, perhaps in the middle of a step."""
         return temporarily(self, reports_progress=True)
@@ -492,7 +496,8 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
         try:
             save(*args, **options)
         finally:
-            self.know_random_numbers({})
+            if self._loaders is not None:
+                self._loaders.know_random_numbers({})
             if session is not None:
                 session.end_saving(shows)
 
@@ -509,7 +514,9 @@ class HybridStrategy(HostMemoryStrategy, Scheme):
             self._gather_states(session)
 
     def _gather_states(self, session: Session) -> None:
-        self.know_random_numbers(session.gather_states(self.random_numbers(True)))
+        assert self._loaders is not None, "it trains"
+        numbers = session.gather_states(self._loaders.random_numbers(True))
+        self._loaders.know_random_numbers(numbers)
 
     def save_one_update(self, hook: Callable[[], None]) -> None:
         """Let a hook of ``ModelCheckpoint`` name and write checkpoints of one update.

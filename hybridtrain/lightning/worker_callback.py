@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Timer
 
 from hybridtrain.engine.monitoring.hang_detector import Doing
+from hybridtrain.engine.scheme import Scheme
 from hybridtrain.lightning.async_training.agreement import Validations
+from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.checkpointing.epoch_state import EpochEvent
 from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition
-from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import forget_times
@@ -23,7 +26,23 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     advise_on_late,
     warn_of_unused,
 )
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.step.session import Session
+from hybridtrain.lightning.worker_context import WorkerContext
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What a worker does between mini-batches, so that all are where Lightning expects them.
+
+    Args:
+        await_turn: before a mini-batch, waits until this worker may begin it.
+        end_epoch: meets all workers; its argument says whether no step follows in this epoch.
+        behind_last: called before a validation that follows the epoch's last mini-batch.
+    """
+
+    await_turn: Callable[[], None]
+    end_epoch: Callable[[bool], None]
+    behind_last: Callable[[], None]
 
 
 class WorkerCallback(pl.Callback):
@@ -32,31 +51,47 @@ class WorkerCallback(pl.Callback):
     One callback does all three, because another one would cost more than a heartbeat.
 
     Args:
-        trainer: of this worker; its strategy aligns.
+        worker: this one.
+        scheme: policy and exchange, for advice.
         position: of this worker in the epoch.
         metrics: what this worker has logged.
+        keeping: how checkpoints are written.
+        alignment: what workers do between mini-batches.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, position: EpochPosition, metrics: MetricsByName
+        self,
+        worker: WorkerContext,
+        scheme: Scheme,
+        position: EpochPosition,
+        metrics: MetricsByName,
+        keeping: CheckpointWriting,
+        alignment: Alignment,
     ) -> None:
-        self._strategy, self._position, self._metrics = context_of(trainer), position, metrics
-        self._client = client = self._strategy.client
+        self._worker, self._scheme, self._keeping = worker, scheme, keeping
+        self._position, self._metrics, self._alignment = position, metrics, alignment
+        self._session: Session | None = None  # of the current training
+        self._client = client = worker.client
         self._beat = client.heartbeat.beat
         self._advises = client.worker == 0
         self._marks_checkpoints = False
         self._n_batches = 0
         # Whether a worker may come too late again and again, which has not been said.
-        self._looks_for_late = self._advises and self._strategy.requirements.drops_late
+        self._looks_for_late = self._advises and worker.requirements.drops_late
+
+    def begin(self, session: Session) -> None:
+        """Training is about to begin."""
+        self._session = session
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._beat(Doing.STARTING)
-        self._strategy.keeping.prepare(trainer)
+        self._keeping.prepare(trainer)
         if not self._marks_checkpoints:  # the search for a learning rate sets up many times
             around(Point.SAVE, trainer, self.save)
             self._metrics.watch_progress_bar()
-            if not self._strategy.requirements.whole_rounds:
-                Validations(trainer)
+            if not self._worker.requirements.whole_rounds:
+                at, together = self._alignment, self._worker.collectives
+                Validations(trainer, together, at.end_epoch, at.behind_last)
             self._marks_checkpoints = True
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
@@ -68,13 +103,13 @@ class WorkerCallback(pl.Callback):
 
     def validate_together(self, proceed: Callable[[Any], bool], fetcher: Any) -> bool:
         """With ``val_check_interval`` as a time, the first worker that is due decides for all."""
-        return self._strategy.reduce_boolean_decision(proceed(fetcher), all=False)
+        return self._worker.collectives.decide(proceed(fetcher), False)
 
     # ---- mini-batches ---------------------------------------------------------------------------
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._client.check_stop()
-        self._strategy.await_turn()  # before any other callback, which may look at parameters
+        self._alignment.await_turn()  # before any other callback, which may look at parameters
         self._beat(Doing.STEP)
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -82,12 +117,16 @@ class WorkerCallback(pl.Callback):
         self._metrics.end_batch()
         self._n_batches += 1
         if self._n_batches & (self._n_batches - 1) == 0:  # 1, 2, 4, ...
-            self._strategy.measure_device()
+            self._measure()
             self._look_for_late()
+
+    def _measure(self) -> None:
+        if self._session is not None:
+            self._session.measure_device()
 
     def _look_for_late(self) -> None:
         if self._looks_for_late:
-            found = advise_on_late(self._strategy.policy, self._client.stats())
+            found = advise_on_late(self._scheme.policy, self._client.stats())
             self._looks_for_late = not found
 
     def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
@@ -120,24 +159,24 @@ class WorkerCallback(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.on_validation_epoch_end(trainer)
-        self._strategy.measure_device()
+        self._measure()
         self._client.check_stop()
-        self._strategy.synchronize_epoch(ends=True)
+        self._alignment.end_epoch(True)
         self._metrics.end_steps()
         self._look_for_late()
         if self._advises:
-            if self._strategy.requirements.evaluates:
+            if self._worker.requirements.evaluates:
                 warn_of_unused(trainer.optimizers)
             advise(trainer.optimizers, self._client.stats()["staleness"]["mean"])
-            if self._strategy.session is not None and self._position.resumed is None:
-                advise_on_interval(self._strategy.exchange, self._strategy.session.steps)
+            if self._session is not None and self._position.resumed is None:
+                advise_on_interval(self._scheme.exchange, self._session.steps)
             self._advises = False
         self._position.on(EpochEvent.CLOSES)  # not if an exception ends this hook
 
     def on_validation_start(self, *_: Any) -> None:
         """Before the other callbacks, which may swap parameters for the validation."""
         self._beat(Doing.EPOCH)
-        self._strategy.synchronize_epoch()
+        self._alignment.end_epoch(False)
 
     # ---- heartbeats -----------------------------------------------------------------------------
 

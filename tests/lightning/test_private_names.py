@@ -223,7 +223,7 @@ INHERITED = {
     ("cli/lightning_ddp.py", "_start_method"),
     ("cli/lightning_ddp.py", "_wrapping_function"),
     ("lightning/checkpointing/periodic.py", "_generate_state_key"),
-    ("lightning/results/logger_state.py", "_check_log_dir_exists"),
+    ("lightning/states/logger_state.py", "_check_log_dir_exists"),
     ("lightning/strategy.py", "_configure_launcher"),
     ("lightning/strategy.py", "_launcher"),
 }

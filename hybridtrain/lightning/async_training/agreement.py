@@ -13,14 +13,11 @@ among the best). The files are worker 0's, so all take over the state of its cal
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from pytorch_lightning.callbacks import ModelCheckpoint
-
 from hybridtrain.lightning.async_training.counting import UpdateCount
-from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.mid_epoch import EpochIsOver
+from hybridtrain.lightning.checkpointing.saved_multiples import multiples_of
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.hooks.loop_hooks import (
     has_ended_epoch,
@@ -29,9 +26,8 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     validates_this_epoch,
 )
 from hybridtrain.lightning.hooks.points import Point, around
-from hybridtrain.lightning.hooks.trainer_hooks import save_every, saves_every
-from hybridtrain.lightning.results.callback_state import give_state, standing_of
-from hybridtrain.lightning.run_context import checkpoints_of, context_of
+from hybridtrain.lightning.run_context import checkpoints_of
+from hybridtrain.lightning.states.callback_state import give_state, standing_of
 from hybridtrain.lightning.step.session import Session
 
 
@@ -56,10 +52,24 @@ def send_writes(session: Session | None, count: UpdateCount | None, starts: bool
 
 
 class Validations:
-    """All workers validate, or none, although their epochs end at different mini-batches."""
+    """All workers validate, or none, although their epochs end at different mini-batches.
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self._strategy = trainer, context_of(trainer)
+    Args:
+        trainer: of this worker.
+        collectives: of this worker.
+        synchronize: meets all workers at the end of an epoch.
+        behind_last: called before a validation that follows the epoch's last mini-batch.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        collectives: Collectives,
+        synchronize: Callable[[bool], None],
+        behind_last: Callable[[], None],
+    ) -> None:
+        self._trainer, self._collectives = trainer, collectives
+        self._synchronize, self._behind_last = synchronize, behind_last
         self._decided: tuple[int, bool] | None = None  # the epoch, and its decision
         around(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.is_due)
         around(Point.BATCH, trainer.fit_loop.epoch_loop, self.advance)
@@ -76,10 +86,10 @@ class Validations:
         """Whether a validation is due in any worker. All meet, once in an epoch."""
         epoch = self._trainer.fit_loop.epoch_progress.total.ready
         if self._decided is None or self._decided[0] != epoch:
-            self._strategy.synchronize_epoch(ends=True)
-            self._decided = epoch, self._strategy.reduce_boolean_decision(mine, all=False)
+            self._synchronize(True)
+            self._decided = epoch, self._collectives.decide(mine, False)
         if self._decided[1]:
-            self._strategy.validate_behind_last()
+            self._behind_last()
         return self._decided[1]
 
     def advance(self, proceed: Callable[[Any], None], fetcher: Any) -> None:
@@ -101,42 +111,8 @@ def know_the_files(trainer: Any, collectives: Collectives) -> None:
     """All meet and take over the ``ModelCheckpoint`` states of worker 0, or the first not lost."""
     callbacks = checkpoints_of(trainer)
     module = trainer.lightning_module
-    mine = [(standing_of(each, module), vars(_multiples(each))) for each in callbacks]
+    mine = [(standing_of(each, module), vars(multiples_of(each))) for each in callbacks]
     for callback, known in zip(callbacks, collectives.broadcast(mine, 0), strict=True):
         state, since = known
         give_state(callback, module, state)
-        vars(_multiples(callback)).update(since)
-
-
-class Multiples(int):
-    """An ``every_n_train_steps`` without remainder for the first step at or after a multiple."""
-
-    since = 0  # the last step that was divided
-
-    def begin(self, proceed: Callable[..., None], trainer: Any, module: Any) -> None:
-        """Training begins: multiples up to now do not count."""
-        self.since = trainer.global_step
-        proceed(trainer, module)
-
-    def save(self, proceed: Callable[..., None], trainer: Any, *args: Any) -> None:
-        """The callback's hook, whose names and files are of one update."""
-        context_of(trainer).save_one_update(partial(proceed, trainer, *args))
-        self.since = trainer.global_step  # other workers may have come to it
-
-    def __rmod__(self, step: int) -> int:
-        before, self.since = self.since, step
-        return 0 if multiples(int(self), before, step) > 0 else 1
-
-
-def count_all_updates(callback: ModelCheckpoint) -> None:
-    """Let the callback count updates of all workers."""
-    every = Multiples(saves_every(callback))
-    save_every(callback, every)
-    around(Point.CHECKPOINT_START, callback, every.begin)
-    around(Point.CHECKPOINT_HOOKS, callback, every.save)
-
-
-def _multiples(callback: ModelCheckpoint) -> Multiples:
-    """The callback's, or an unused one if the callback was added during the run."""
-    every = saves_every(callback)
-    return every if isinstance(every, Multiples) else Multiples(every)
+        vars(multiples_of(callback)).update(since)

@@ -24,15 +24,14 @@ from torch import Tensor
 from hybridtrain.engine.protocol.messages import ScheduleCall
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
-from hybridtrain.lightning.async_training.update_count import (
+from hybridtrain.lightning.hooks.loop_hooks import training_results
+from hybridtrain.lightning.hooks.points import Point, instead_in
+from hybridtrain.lightning.update_count import (
     Schedules,
     schedules_of,
     take_schedules,
     updates_due,
 )
-from hybridtrain.lightning.hooks.loop_hooks import training_results
-from hybridtrain.lightning.hooks.points import Point, instead_in
-from hybridtrain.lightning.run_context import context_of
 
 Step = Callable[..., Any]
 
@@ -53,16 +52,17 @@ class CallsByHand:
         trainer: of this worker.
         client: sends this worker's calls, and receives those of the others.
         expected: whether user code has asked for the end of the epoch.
+        own: each worker's schedules follow its own steps.
     """
 
-    def __init__(self, trainer: Any, client: Client, expected: ExpectedUpdates) -> None:
+    def __init__(self, trainer: Any, client: Client, expected: ExpectedUpdates, own: bool) -> None:
         self._trainer, self._client, self._expected = trainer, client, expected
         self._manual = not trainer.lightning_module.automatic_optimization
         self._together = True  # all workers make the current calls
         self._steps: dict[int, Step] = {}  # by the number of the scheduler
         self._due: dict[int, Due] = {}  # of those that Lightning steps with a metric
         self._seen = client.version  # up to here this worker has looked for updates that are due
-        alone = client.n_workers == 1 or context_of(trainer).requirements.schedules_own_steps
+        alone = client.n_workers == 1 or own
         for number, config in enumerate(() if alone else trainer.lr_scheduler_configs):
             by_step = config.reduce_on_plateau and config.interval == "step"
             if self._manual or by_step:  # Lightning steps the others by the number of updates

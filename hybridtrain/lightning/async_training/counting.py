@@ -11,15 +11,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.calls_by_hand import CallsByHand, Step
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
-from hybridtrain.lightning.async_training.update_count import (
-    multiples,
-    scheduled_steps,
-    set_global_step,
-    step_schedulers,
-)
 from hybridtrain.lightning.hooks.loop_hooks import (
     accumulates,
     hook_ends_epoch,
@@ -27,7 +20,13 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     set_logged_step,
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.update_count import (
+    multiples,
+    scheduled_steps,
+    set_global_step,
+    step_schedulers,
+)
+from hybridtrain.lightning.worker_context import WorkerContext
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.participation.absent_steps import Absence
@@ -73,21 +72,25 @@ class UpdateCount:
 
     Args:
         trainer: of this worker.
-        client: has the version of this worker's parameters.
+        worker: this one.
         expected: the number of updates that the user's schedulers were given.
         absence: knows mini-batches that do not count.
     """
 
     def __init__(
-        self, trainer: Any, client: Client, expected: ExpectedUpdates, absence: Absence
+        self,
+        trainer: Any,
+        worker: WorkerContext,
+        expected: ExpectedUpdates,
+        absence: Absence,
     ) -> None:
         self._expected, self._absence = expected, absence
-        self.by_hand = CallsByHand(trainer, client, expected)
+        client, wants = worker.client, worker.requirements
+        self.by_hand = CallsByHand(trainer, client, expected, wants.schedules_own_steps)
         self._trainer, self._client, self._before = trainer, client, client.version
         around(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.update)
         before(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.call_for_logged)
         self._automatic = trainer.lightning_module.automatic_optimization
-        wants = context_of(trainer).requirements
         self._own, self._evaluates = wants.schedules_own_steps, wants.evaluates
         self._steps = scheduled_steps(trainer)
         # With manual optimization Lightning counts mini-batches, of any number of steps.

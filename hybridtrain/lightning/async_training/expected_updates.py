@@ -2,7 +2,7 @@
 
 Schedulers take ``trainer.estimated_stepping_batches`` as their length. Lightning computes it from
 this worker's loader, which has no length when it draws from the shared queue. Schedulers in steps
-follow the updates of all workers (:mod:`hybridtrain.lightning.async_training.update_count`), so the
+follow the updates of all workers (:mod:`hybridtrain.lightning.update_count`), so the
 total is that of all workers.
 
 It is exact where each mini-batch makes an update (async, hogwild, synchronous). It is an estimate
@@ -32,11 +32,10 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.engine.exchanges import Requirements
-from hybridtrain.engine.samplers import EpochPlan, EpochSampler
-from hybridtrain.lightning.data.user_loaders import sampler_in
+from hybridtrain.lightning.data.user_loaders import batches_of, plan_behind
 from hybridtrain.lightning.hooks.loop_hooks import combination_of, combined_loader
 from hybridtrain.lightning.hooks.points import Point, instead
-from hybridtrain.lightning.run_context import context_if_ours
+from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.virtual.training_task import Timetable
 
 _BY_MODE: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
@@ -112,6 +111,18 @@ class ExpectedUpdates:
         return mine if plan is None else min(batches_of(plan), mine)
 
 
+class ExpectsUpdates:
+    """A strategy that knows how many updates are expected of all workers."""
+
+    expected_updates: ExpectedUpdates | None = None  # of a free-running worker
+    _trained_updates: float | None = None  # expected in worker 0, in the calling process
+
+    def expected_total(self) -> float | None:
+        """The updates of the whole training; ``None``: ask Lightning."""
+        expected = self.expected_updates
+        return self._trained_updates if expected is None else expected.total()
+
+
 def updates_of(requirements: Requirements, pushes: int, epochs: int) -> int:
     """How many updates ``pushes`` in each epoch make."""
     usual = epochs * math.ceil(pushes / requirements.gathers)
@@ -130,18 +141,6 @@ def expected_in(table: Timetable, epochs: int, requirements: Requirements) -> in
     return updates_of(requirements, pushes, epochs)
 
 
-def batches_of(plan: EpochPlan | Timetable) -> int:
-    """How many mini-batches the shared queue has in an epoch."""
-    batches = plan.length * len(plan.sizes) / sum(plan.sizes)
-    return math.floor(batches) if plan.drop_last else math.ceil(batches)
-
-
-def plan_behind(loader: Any) -> EpochPlan | None:
-    """The plan of our sampler in a loader; ``None``: the loader has another sampler."""
-    sampler = sampler_in(loader, EpochSampler)
-    return None if sampler is None else sampler.plan
-
-
 # ---- properties of the trainer ------------------------------------------------------------------
 
 _lightnings: Any = pl.Trainer.estimated_stepping_batches
@@ -156,15 +155,15 @@ def answer_for_all_workers() -> None:
 
 def estimated(trainer: pl.Trainer) -> float:
     """All workers' updates in this training; see Lightning's own."""
-    context = context_if_ours(trainer)
-    found = None if context is None else context.expected_total()
+    strategy = strategy_of(trainer)
+    found = strategy.expected_total() if isinstance(strategy, ExpectsUpdates) else None
     return _lightnings.fget(trainer) if found is None else found
 
 
 def looked(trainer: pl.Trainer) -> bool:
     """Whether this mini-batch is the worker's last of the epoch; note that user code knows."""
-    context = context_if_ours(trainer)
-    expected, last = None if context is None else context.expected_updates, _is_last.fget(trainer)
+    strategy, last = strategy_of(trainer), _is_last.fget(trainer)
+    expected = strategy.expected_updates if isinstance(strategy, ExpectsUpdates) else None
     if expected is not None and last:
         expected.know_end()
     return bool(last)

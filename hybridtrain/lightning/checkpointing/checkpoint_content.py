@@ -23,7 +23,6 @@ from hybridtrain.lightning.checkpointing.mid_epoch import read_format
 from hybridtrain.lightning.checkpointing.rng_state import are_states
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
-from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.util.option_types import (
     EACH,
     Count,
@@ -34,6 +33,8 @@ from hybridtrain.util.option_types import (
     misfit,
     shown,
 )
+
+WORKERS = "workers"  # in an optimizer's saved state: what is each worker's own
 
 _Version = Annotated[str, Rule("such as 2.6.1", re.compile(r"\d{1,9}(\.\d{1,9}){1,3}").match)]
 _One = Annotated[Tensor, Rule("of one number", lambda rate: rate.numel() == 1)]
@@ -236,7 +237,7 @@ class Restoration:
                     )
 
     def _parts(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for optimizer in strategy_of(self._trainer).optimizers:
+        for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
                 known = {key: group[key] for key in optimizer.defaults if key in group}
                 yield type(optimizer).__name__, known

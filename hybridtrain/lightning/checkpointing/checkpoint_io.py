@@ -43,11 +43,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     Args:
         unsaved: records files that could not be written.
+        may_defer: whether callbacks may let saving return before the file is on disk.
     """
 
-    def __init__(self, unsaved: Unsaved | None = None) -> None:
+    def __init__(self, unsaved: Unsaved | None = None, may_defer: bool = False) -> None:
         self.unsaved = Unsaved() if unsaved is None else unsaved
-        self.defers = False  # whether saving returns before the file is on disk
+        self.may_defer, self.defers = may_defer, False  # this saving does
         self._thread: ThreadPoolExecutor | None = None
         self._pending: deque[tuple[str, Future[None]]] = deque()
         self._n_kept = 0  # checkpoints in memory

@@ -17,9 +17,9 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from hybridtrain.engine.memory.scratch_file import Scratch
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.async_training.agreement import count_all_updates
 from hybridtrain.lightning.checkpointing.checkpoint_content import Restoration
 from hybridtrain.lightning.checkpointing.checkpoint_io import Unsaved, WholeCheckpointIO, heard
+from hybridtrain.lightning.checkpointing.saved_multiples import OneUpdate, count_all_updates
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import (
@@ -28,8 +28,8 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
     swap_weights,
     uploads_checkpoints,
 )
-from hybridtrain.lightning.results.logger_state import let_write
-from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
+from hybridtrain.lightning.run_context import checkpoints_of, strategy_of
+from hybridtrain.lightning.states.logger_state import let_write
 from hybridtrain.util.files import check_input, fault_of, fault_of_old, is_archive
 
 _COARSE_S = 2.0  # clocks of file systems
@@ -45,6 +45,8 @@ class CheckpointWriting:
     how: str
     unsaved: Unsaved = field(default_factory=Unsaved)
     broken_since_s: float | None = None
+    _one_update: OneUpdate | None = field(default=None, repr=False)  # in a worker
+    _counts_all: bool = False  # updates of all workers, which run freely
     _prepared: list[ModelCheckpoint] = field(default_factory=list, repr=False)
     _swapping: list[Swapping] = field(default_factory=list, repr=False)
 
@@ -104,19 +106,24 @@ class CheckpointWriting:
             )
         return True
 
-    def take_over(self, trainer: Any, changes: bool = True) -> None:
-        """In every worker: install the background writer, unless the user has an own plugin.
+    def take_over(self, trainer: Any, one_update: OneUpdate, counts_all: bool) -> None:
+        """In every worker: write in the background, and change callbacks that save.
 
-        Args:
-            changes: whether callbacks may be changed, which cannot be pickled then.
+        ``counts_all``: these count updates of all workers, which run freely.
         """
+        self._one_update, self._counts_all = one_update, counts_all
+        self.write_whole(trainer)
+        Restoration(trainer)
+        self.prepare(trainer)
+
+    def write_whole(self, trainer: Any) -> None:
+        """Install the writer of whole files, unless the user has an own plugin."""
         strategy = strategy_of(trainer)
         let_write(trainer.loggers)
         if type(checkpoint_plugin(strategy)) in (type(None), TorchCheckpointIO):
-            strategy.checkpoint_io = WholeCheckpointIO(self.unsaved)
-        if changes:
-            Restoration(trainer)
-            self.prepare(trainer)
+            strategy.checkpoint_io = WholeCheckpointIO(
+                self.unsaved, may_defer=self.how == "background"
+            )
 
     def prepare(self, trainer: Any) -> None:
         """Change callbacks that save, and watch those that average weights.
@@ -139,13 +146,13 @@ class CheckpointWriting:
                 swap_weights(each.callback, module)
 
     def _prepare(self, callback: Any, trainer: Any) -> None:
-        context = context_of(trainer)
-        before(Point.CHECKPOINT_DECISION, callback, context.decide_on_checkpoint)
+        assert self._one_update is not None, "this is a worker"
+        before(Point.CHECKPOINT_DECISION, callback, self._one_update.decide)
         if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
             around(Point.CHECKPOINT_HOOKS, callback, save_whole_steps)
-        if not context.requirements.whole_rounds:
-            count_all_updates(callback)
-        writer = checkpoint_plugin(context)
+        if self._counts_all:
+            count_all_updates(callback, self._one_update)
+        writer = checkpoint_plugin(strategy_of(trainer))
         if not isinstance(writer, WholeCheckpointIO):
             return
         around(Point.CHECKPOINT_SEARCH, callback, find_whole)

@@ -26,7 +26,7 @@ from hybridtrain.engine.protocol.spans import Spans, positions
 from hybridtrain.engine.samplers import EpochPlan, EpochSampler, Order, Seeded, UnfinishedPass
 from hybridtrain.engine.updates.groups import Groups, plain
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.epoch_state import (
+from hybridtrain.lightning.checkpointing.epoch_state import (
     TABLE,
     EpochEvent,
     EpochState,
@@ -46,7 +46,6 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     validation_is_due,
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.util.option_types import shown
 
 KEY = "hybridtrain"
@@ -327,7 +326,7 @@ def _set_back(loops: dict[str, Any], batches: int) -> int | None:
 
 # ---- A worker's position in an epoch: its state and Lightning's number of the epoch -------------
 # Loaders, checkpoints and the redistribution of lost samples send events and read the state
-# (:mod:`hybridtrain.lightning.data.epoch_state`).
+# (:mod:`hybridtrain.lightning.checkpointing.epoch_state`).
 
 
 class EpochPosition:
@@ -459,10 +458,16 @@ class EpochIsOver(StopIteration):
 
 
 class EpochEnds:
-    """Makes the missing parts of a resumed epoch's end in one worker."""
+    """Makes the missing parts of a resumed epoch's end in one worker.
 
-    def __init__(self, trainer: Any, position: EpochPosition) -> None:
-        self._trainer, self._position = trainer, position
+    Args:
+        trainer: of this worker.
+        position: of this worker in the epoch.
+        device: of this worker, where metrics are restored.
+    """
+
+    def __init__(self, trainer: Any, position: EpochPosition, device: torch.device) -> None:
+        self._trainer, self._position, self._device = trainer, position, device
         self._found: dict[str, torch.Tensor] = {}  # the checkpoint's metrics
         self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts
         # Before an epoch's schedules, and behind them.
@@ -511,9 +516,8 @@ class EpochEnds:
     def settle(self) -> None:
         """Counters and schedulers are restored: restore metrics, step schedulers left out."""
         found, self._found = self._found, {}
-        device = context_of(self._trainer).root_device
         known = callback_metrics(self._trainer)
-        known.update({name: value.to(device) for name, value in found.items()})
+        known.update({name: value.to(self._device) for name, value in found.items()})
         loop = self._trainer.fit_loop
         if found and _was_ending(self._trainer) and self._all_known():
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)

@@ -21,11 +21,11 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
 
 from hybridtrain.engine.protocol.messages import Described
-from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint
-from hybridtrain.lightning.run_context import context_if_ours, strategy_of
+from hybridtrain.lightning.run_context import strategy_of, worker_of
+from hybridtrain.lightning.update_count import multiples
 from hybridtrain.util.option_types import NotNegative, Positive, typed
 
 _ALONE = (
@@ -109,26 +109,25 @@ class PeriodicCheckpoint(Checkpoint):
         return self.every_s is not None and time.monotonic() - self._last_s >= self.every_s
 
     def _tell(self, trainer: Any) -> None:
-        context = context_if_ours(trainer)
-        if context is not None and context.recording is not None:
+        worker = worker_of(trainer)
+        if worker is not None and worker.recording is not None:
             self._saved += 1
-            context.client.settle()  # in the record the note follows the step
-            context.client.note(
+            worker.client.settle()  # in the record the note follows the step
+            worker.client.note(
                 Described({f"{self.state_key} {self._saved}": {"batch": self._batches}})
             )
 
     def _save(self, trainer: Any) -> None:
-        strategy, context = strategy_of(trainer), context_if_ours(trainer)
-        with nullcontext() if context is None else context.collectives.refusing(_ALONE):
+        strategy, worker = strategy_of(trainer), worker_of(trainer)
+        with nullcontext() if worker is None else worker.collectives.refusing(_ALONE):
             checkpoint = dump_checkpoint(trainer)
         step = checkpoint["global_step"]  # other workers may have made updates meanwhile
         path = str(Path(self.dirpath) / f"periodic-{step}.ckpt")
         self._files = [*(name for name in self._files if name != path), path]
         checkpoint["callbacks"][self.state_key] = self.state_dict()
         writer = strategy.checkpoint_io
-        background = context is not None and context.keeping.how == "background"
-        defers = background and isinstance(writer, WholeCheckpointIO)
-        with cast(WholeCheckpointIO, writer).deferring() if defers else nullcontext():
+        later = isinstance(writer, WholeCheckpointIO) and writer.may_defer
+        with cast(WholeCheckpointIO, writer).deferring() if later else nullcontext():
             strategy.save_checkpoint(checkpoint, path)
         while len(self._files) > self.keep:
             strategy.remove_checkpoint(self._files.pop(0))

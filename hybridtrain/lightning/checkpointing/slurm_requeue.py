@@ -11,7 +11,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,9 @@ from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from hybridtrain.engine.worlds.signals import restore
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint, requeue_slurm_job
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.util.anonymous_files import SharedBytes
+from hybridtrain.util.attributes import temporarily
 
 _ASKED, _DONE = 0, 1  # bytes of the shared memory; counts modulo 256
 
@@ -46,9 +47,11 @@ class Warned:
 
 
 @contextmanager
-def warnings_noted(trainer: Any) -> Iterator[Warned | None]:
-    """In the calling process, while workers run: count signals that Lightning would handle."""
-    environment: Any = context_of(trainer).cluster_environment
+def warnings_noted(environment: Any) -> Iterator[Warned | None]:
+    """In the calling process, while workers run: count signals that Lightning would handle.
+
+    ``environment``: Lightning's, of the cluster.
+    """
     queued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     number = environment.requeue_signal if queued else None
     in_main = threading.current_thread() is threading.main_thread()
@@ -64,11 +67,16 @@ def warnings_noted(trainer: Any) -> Iterator[Warned | None]:
         warned.shared.close()
 
 
-def listen(trainer: Any, warned: Warned | None) -> None:
-    """In a worker: ignore the signal, and add the callback."""
+def listen(
+    trainer: Any, warned: Warned | None, alone: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """In a worker: ignore the signal, and add the callback.
+
+    ``alone``: a context in which this worker writes a checkpoint that the others do not know of.
+    """
     if warned is not None:
         signal.signal(warned.number, signal.SIG_IGN)  # the calling process counts it
-        requeue = Requeue(warned, trainer)
+        requeue = Requeue(warned, trainer, alone)
         trainer.callbacks.append(requeue)
         around(Point.SAVE, trainer, requeue.save)
 
@@ -76,21 +84,26 @@ def listen(trainer: Any, warned: Warned | None) -> None:
 class Requeue(pl.Callback):
     """Saves and requeues the job after a warning."""
 
-    def __init__(self, warned: Warned, trainer: pl.Trainer) -> None:
-        self._warned, self._trainer = warned, trainer
+    def __init__(
+        self,
+        warned: Warned,
+        trainer: pl.Trainer,
+        alone: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._warned, self._trainer, self._alone = warned, trainer, alone
+        self._requeues = False
 
     def save(self, proceed: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
         """While the job is requeued: without the other workers."""
-        context = context_of(self._trainer)
-        if context.saves_alone:
-            context.save_checkpoint(dump_checkpoint(self._trainer), filepath)
+        if self._requeues:
+            strategy_of(self._trainer).save_checkpoint(dump_checkpoint(self._trainer), filepath)
         else:
             proceed(filepath, *args, **kwargs)
 
     def _look(self, trainer: Any, *_: Any, **__: Any) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run or not self._warned.heed():
             return
-        with context_of(trainer).saving_alone():
+        with self._alone(), temporarily(self, _requeues=True):
             requeue_slurm_job(trainer, self._warned.number)
 
     on_train_batch_end = on_validation_batch_end = _look

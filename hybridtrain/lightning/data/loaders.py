@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
+from hybridtrain.engine.options.strategy_arguments import StrategyArguments
 from hybridtrain.engine.protocol.messages import LoaderPass, Visits
 from hybridtrain.engine.protocol.spans import Spans
 from hybridtrain.engine.recording.run_description import data_teller
@@ -23,10 +24,9 @@ from hybridtrain.engine.samplers import (
     Seeded,
     ShareSampler,
 )
-from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.async_training.expected_updates import batches_of, plan_behind
-from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
+from hybridtrain.lightning.checkpointing.checkpoint_content import WORKERS, check_content, restoring
+from hybridtrain.lightning.checkpointing.epoch_state import EpochState
 from hybridtrain.lightning.checkpointing.mid_epoch import (
     FORMAT,
     KEY,
@@ -44,7 +44,6 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
 )
 from hybridtrain.lightning.checkpointing.rng_state import RngState
 from hybridtrain.lightning.data.batch_size import Scales, keeps_all, step_fetches
-from hybridtrain.lightning.data.epoch_state import EpochState
 from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group
 from hybridtrain.lightning.data.user_loaders import (
     Batches,
@@ -52,12 +51,14 @@ from hybridtrain.lightning.data.user_loaders import (
     Handed,
     around_another,
     as_samplers_see_it,
+    batches_of,
     check_asked,
     drawing,
     is_countable,
     is_plain,
     noting,
     order_of,
+    plan_behind,
     plan_of,
     sampler_in,
     sampler_of,
@@ -86,9 +87,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     training_fetcher,
 )
 from hybridtrain.lightning.hooks.points import Point, before, instead
-from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
-from hybridtrain.lightning.run_context import context_of
-from hybridtrain.lightning.step.saved_states import WORKERS
+from hybridtrain.lightning.worker_context import WorkerContext
 
 
 class Loaders:
@@ -96,14 +95,17 @@ class Loaders:
 
     Args:
         trainer: of this worker.
-        client: to the server.
+        worker: this one.
+        options: of the strategy, about data.
     """
 
-    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, worker: WorkerContext, options: StrategyArguments
+    ) -> None:
         self._trainer: Any = trainer
-        self._client, context = client, context_of(trainer)
-        self._requirements, self._options = context.requirements, context.data_options
-        self._tell = data_teller(client, context.recording is None)
+        self._client, self._requirements = worker.client, worker.requirements
+        self._joins, self._options = worker.on_failure.joins, options
+        self._tell = data_teller(worker.client, worker.recording is None)
         self.samplers: list[EpochSampler] = []
         self._remembers = False
         self._made_in_epoch: int | None = None
@@ -118,18 +120,17 @@ class Loaders:
             None  # logged step and schedules before them
         )
         self.position = EpochPosition(trainer)
-        self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
+        self._rng_state = RngState(worker.client)
+        self._ends = EpochEnds(trainer, self.position, worker.device)
         self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
-        self._begin_evaluation(client.there)
+        self.begin_evaluation(worker.client.there)
+        # Mini-batches before the current validation, of one that is under way.
+        self._before_validation: Callable[[], int | None] = lambda: None
         self._moved = False  # Lightning's iterator has an outdated length
         self._all_kept = True  # mini-batches have all samples that were drawn for them
         self._has_weighed = False  # the mini-batch that Lightning has fetched; not if it is None
         instead(Point.PREPARE, data_connector(trainer), self.prepare)
         loop = trainer.fit_loop.epoch_loop
-        loops = (loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-        self._validation, *_ = [
-            UnevenEvaluation(each, trainer, self._begin_evaluation) for each in loops
-        ]
         before(Point.EVALUATION, loop.val_loop, self.begin_validation)
         before(Point.FIT_RESET, trainer.fit_loop, self.set_epochs)
         before(Point.BATCHES, loop, self.begin_epoch)
@@ -140,7 +141,12 @@ class Loaders:
         """Whether samplers remember each step's mini-batches."""
         self._remembers = remembers
 
-    def _begin_evaluation(self, workers: tuple[int, ...]) -> None:
+    def follow_validation(self, before: Callable[[], int | None]) -> None:
+        """Ask ``before`` how many mini-batches validations had before the one under way."""
+        self._before_validation = before
+
+    def begin_evaluation(self, workers: tuple[int, ...]) -> None:
+        """These workers share the samples of the next evaluation."""
         self._evaluating, self._group = workers, Group(len(workers))
         self._predict_limit = self._trainer.limit_predict_batches
 
@@ -428,7 +434,7 @@ class Loaders:
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
             checkpoint = self._ends.reopened(checkpoint, epoch)
         again = alone or self.under_way
-        before = None if again else self._validation.before  # it follows a step
+        before = None if again else self._before_validation()  # it follows a step
         if before is not None:
             validate_again(loops, before)
         dice = self.random_numbers(together=not alone)
@@ -457,7 +463,7 @@ class Loaders:
         """
         owes = self._owes and not together
         settled = not (owes or self.under_way or self._trainer.sanity_checking)
-        validates = settled and self._validation.before is not None
+        validates = settled and self._before_validation() is not None
         return self._rng_state.state(validates, owes)
 
     def know_random_numbers(self, numbers_of: Mapping[int, Any]) -> None:
@@ -549,8 +555,7 @@ class Loaders:
 
         They are started in its first step, as restarted workers are: the others wait for them.
         """
-        joins = context_of(self._trainer).on_failure.joins
-        if not (joins and self._requirements.whole_rounds) or self._client.joins:
+        if not (self._joins and self._requirements.whole_rounds) or self._client.joins:
             return
         self._client.gather("who begins", None, admits=True)
         for sampler in self.samplers:

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain.engine.worker.device import Lane, Streams
 from hybridtrain.lightning.hooks.loop_hooks import training_fetcher
-from hybridtrain.lightning.run_context import context_of
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -54,12 +53,12 @@ class Ahead:
 
     Args:
         streams: of its device.
+        device: of the worker.
         trainer: of the worker.
     """
 
-    def __init__(self, streams: Streams, trainer: Any) -> None:
-        self._streams, self._trainer = streams, trainer
-        self._device = context_of(trainer).root_device
+    def __init__(self, streams: Streams, device: torch.device, trainer: Any) -> None:
+        self._streams, self._device, self._trainer = streams, device, trainer
         self._batch: Any = None  # on the host
         self._moved: list[Any] = []  # the same on the device, once its copy has begun
         self._mark: Any = None

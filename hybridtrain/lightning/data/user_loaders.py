@@ -12,6 +12,7 @@ other objects, and loaders that the user shares out alone, keep their samples.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from hybridtrain.engine.samplers import EpochPlan, EpochSampler, Order, Seeded, 
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.loop_hooks import inside, noting_indices
+from hybridtrain.virtual.training_task import Timetable
 
 _S = TypeVar("_S")
 _BY_HAND = (
@@ -381,3 +383,15 @@ def warn_of_repetition(loader: Any, stage: str, n_workers: int) -> None:
         "strategy.iterable=deal (each worker takes every "
         f"{n_workers}th mini-batch), or strategy.iterable=own if it is meant so"
     )
+
+
+def batches_of(plan: EpochPlan | Timetable) -> int:
+    """How many mini-batches the shared queue has in an epoch."""
+    batches = plan.length * len(plan.sizes) / sum(plan.sizes)
+    return math.floor(batches) if plan.drop_last else math.ceil(batches)
+
+
+def plan_behind(loader: Any) -> EpochPlan | None:
+    """The plan of our sampler in a loader; ``None``: the loader has another sampler."""
+    sampler = sampler_in(loader, EpochSampler)
+    return None if sampler is None else sampler.plan

@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ProgressBar
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.counting import LogEvery
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.results.logger_state import identity, keep_rows
+from hybridtrain.lightning.states.logger_state import identity, keep_rows
 
 
 def know_the_loggers(trainer: pl.Trainer, collectives: Collectives) -> None:

@@ -9,15 +9,17 @@ and nothing changes before these have done their own shares. From the next epoch
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.engine.protocol.spans import Spans, total
-from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState
+from hybridtrain.lightning.checkpointing.epoch_state import EpochEvent, EpochState
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover, know_the_loggers
 from hybridtrain.lightning.failover.rejoin import Rejoin, RejoinState
+from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.hooks.loop_hooks import (
     forget_group,
     is_at_last_batch,
@@ -28,32 +30,42 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     training_fetcher,
 )
 from hybridtrain.lightning.hooks.points import Point, around
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.step.session import Session
+from hybridtrain.lightning.worker_context import WorkerContext
 
 
 def prepare_for_losses(
-    trainer: Any, loaders: Loaders, back: Rejoin | None
+    worker: WorkerContext,
+    session: Session,
+    loaders: Loaders,
+    pages: RngMailbox | None,
+    reporting: Callable[[], AbstractContextManager[None]],
+    synchronize: Callable[[], None],
+    back: Rejoin | None,
 ) -> LostSampleRedistribution | None:
     """Prepare this worker, at the start of training, for the loss of others.
 
     Args:
-        trainer: of this worker; ``on_failure`` of its strategy says which parts are needed.
+        worker: this one; its ``on_failure`` says which parts are needed.
+        session: of this worker.
         loaders: of this worker.
+        pages: see :class:`RejoinState`.
+        reporting: see :class:`RejoinState`.
+        synchronize: meets the other workers at the end of a share.
         back: if this worker has been restarted.
     """
-    strategy = context_of(trainer)
-    choice, whole_rounds = strategy.on_failure.choice, strategy.requirements.whole_rounds
+    choice, whole_rounds = worker.on_failure.choice, worker.requirements.whole_rounds
     if choice == "stop":
         return None
     if back is None:
-        know_the_loggers(trainer, strategy.collectives)
-    LeaderFailover(trainer, strategy.client)
+        know_the_loggers(session.trainer, worker.collectives)
+    LeaderFailover(session.trainer, worker.client)
     continues = choice == "continue"
     loaders.remember(continues and whole_rounds)
-    state = RejoinState(trainer, loaders, back)
+    state = RejoinState(worker, session, loaders, pages, reporting, back)
     if whole_rounds and not continues:  # a restarted worker keeps its place
         return None
-    return LostSampleRedistribution(trainer, loaders, state.keep)
+    return LostSampleRedistribution(session.trainer, worker, loaders, state.keep, synchronize)
 
 
 class LostSampleRedistribution:
@@ -61,15 +73,24 @@ class LostSampleRedistribution:
 
     Args:
         trainer: of this worker.
+        worker: this one.
         loaders: of this worker.
         keep: sends the parent the state of training after the last update.
+        synchronize: meets the other workers at the end of a share.
     """
 
-    def __init__(self, trainer: Any, loaders: Loaders, keep: Callable[[], None]) -> None:
-        self._trainer, self._loaders = trainer, loaders
-        self._strategy = strategy = context_of(trainer)
-        self._client, self._position, self._keep = strategy.client, loaders.position, keep
-        self._whole_rounds = strategy.requirements.whole_rounds
+    def __init__(
+        self,
+        trainer: Any,
+        worker: WorkerContext,
+        loaders: Loaders,
+        keep: Callable[[], None],
+        synchronize: Callable[[], None],
+    ) -> None:
+        self._trainer, self._loaders, self._synchronize = trainer, loaders, synchronize
+        self._client, self._position, self._keep = worker.client, loaders.position, keep
+        self._collectives = worker.collectives
+        self._whole_rounds = worker.requirements.whole_rounds
         around(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.look)
 
     def look(self, proceed: Callable[..., None], interval: str, **options: Any) -> None:
@@ -84,9 +105,9 @@ class LostSampleRedistribution:
     def end(self) -> None:
         """This worker has done its last mini-batch: meet the others, once."""
         if self._position.on(EpochEvent.REACHES_END):
-            self._strategy.synchronize_workers()
+            self._synchronize()
             # The hooks of this mini-batch follow, which not every worker has.
-            self._strategy.collectives.stay_local(not self._whole_rounds)
+            self._collectives.stay_local(not self._whole_rounds)
 
     def end_epoch(self) -> None:
         """Before all workers meet: one that stopped early has not met them at its end yet."""

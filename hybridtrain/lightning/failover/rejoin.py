@@ -13,7 +13,8 @@ the sending worker, because all draw alike from one seed as long as their mini-b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,11 +24,9 @@ from hybridtrain.engine.memory.scratch_file import as_bytes, read
 from hybridtrain.engine.memory.store import checksum
 from hybridtrain.engine.protocol.messages import Progress, Writes
 from hybridtrain.engine.protocol.spans import split, total
-from hybridtrain.engine.samplers import EpochSampler
 from hybridtrain.engine.step.shared_buffers import lies_apart
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import become_leader
@@ -39,30 +38,16 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import CURRENT, dump_at_once
-from hybridtrain.lightning.results.callback_state import give_state, standing_of
-from hybridtrain.lightning.results.logger_state import identity, keep_rows
-from hybridtrain.lightning.run_context import checkpoints_of, context_of
+from hybridtrain.lightning.run_context import checkpoints_of
+from hybridtrain.lightning.states.callback_state import give_state, standing_of
+from hybridtrain.lightning.states.logger_state import identity, keep_rows
 from hybridtrain.lightning.step.session import Session
+from hybridtrain.lightning.update_count import set_global_step, step_schedulers
+from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.util.generators import look, put
 
 MEMORY = "the memory of this run"  # in place of a path, for the trainer's ckpt_path
 _OURS = "hybridtrain_run"
-
-
-def has_begun(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
-    """Whether a checkpoint of now has the epoch's shares; free-running workers need none."""
-    waits = context_of(trainer).requirements.whole_rounds
-    return not waits or all(each.has_begun(trainer.current_epoch) for each in samplers)
-
-
-def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
-    """Whether such a checkpoint can be advanced by later steps.
-
-    In lock-step only with one loader and a fixed number of mini-batches a step.
-    """
-    if not context_of(trainer).requirements.whole_rounds:
-        return True
-    return len(samplers) == 1 and bool(trainer.lightning_module.automatic_optimization)
 
 
 def advance(checkpoint: dict[str, Any], steps: int, every: int) -> bool:
@@ -97,22 +82,34 @@ class RejoinState:
     """In a training worker: sends the state of training.
 
     Args:
-        trainer: of this worker.
+        worker: this one.
+        session: of this worker.
         loaders: of this worker.
+        pages: for RNG states, where a lost worker gets them back.
+        reporting: a context in which the trainer makes the checkpoint that is sent.
         back: if this worker itself has been restarted.
     """
 
-    def __init__(self, trainer: pl.Trainer, loaders: Loaders, back: Rejoin | None) -> None:
-        self._trainer: Any = trainer
-        context = context_of(trainer)
-        self._client, pages = context.client, context.rng_mailbox
+    def __init__(
+        self,
+        worker: WorkerContext,
+        session: Session,
+        loaders: Loaders,
+        pages: RngMailbox | None,
+        reporting: Callable[[], AbstractContextManager[None]],
+        back: Rejoin | None,
+    ) -> None:
+        self._trainer: Any = session.trainer
+        trainer = self._trainer
+        self._client, self._session, self._reporting = worker.client, session, reporting
+        self._whole_rounds = worker.requirements.whole_rounds
         self._loaders, self._pages, self._back = loaders, pages, back
         self._kept_in: int | None = None  # the epoch of the last state that the parent keeps
         self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
         self._begun: int | None = None  # the version at the beginning of the current step
         self._generators: dict[str, Any] = {}  # RNG states before its first mini-batch was fetched
         self._at_first = _checksums(trainer) if back is None else back.checksums
-        if context.on_failure.tells:  # else the worker sends by itself
+        if worker.on_failure.tells:  # else the worker sends by itself
             before(Point.FETCH, trainer.fit_loop.epoch_loop, self.fetch)
             self._client.listeners.on_question(self.tell)
         if pages is not None:
@@ -128,7 +125,7 @@ class RejoinState:
         """Before a mini-batch: write the RNG states, and once an epoch send the state."""
         client = self._client
         if self._back is not None:
-            self._back.begin(self._pages)
+            self._back.begin(client.worker, self._pages)
             self._back = None
         if self._begun != client.version:
             self._begun, self._generators = client.version, look()
@@ -138,13 +135,24 @@ class RejoinState:
 
     def _send_once_an_epoch(self) -> None:
         """In case all workers are lost at once."""
-        trainer, epoch = self._trainer, self._trainer.current_epoch
+        epoch = self._trainer.current_epoch
         if epoch == self._kept_in or not self._client.is_leader:
             return
-        if has_begun(trainer, samplers := self._loaders.samplers):
+        if not self._whole_rounds or all(s.has_begun(epoch) for s in self._loaders.samplers):
             self._kept_in = epoch
-            known = can_be_advanced(trainer, samplers)
+            known = self._can_be_advanced
             self._client.note(Progress(None, self.tell() if known else b""))
+
+    @property
+    def _can_be_advanced(self) -> bool:
+        """Whether a checkpoint of now can be advanced by later steps.
+
+        In lock-step only with one loader and a fixed number of mini-batches a step.
+        """
+        if not self._whole_rounds:
+            return True
+        fixed = bool(self._trainer.lightning_module.automatic_optimization)
+        return len(self._loaders.samplers) == 1 and fixed
 
     def keep(self) -> None:
         """After the last update: if all workers are lost now, one new process can finish."""
@@ -163,14 +171,14 @@ class RejoinState:
 
     def tell(self) -> bytes:
         """A checkpoint of the last whole step, from a worker in the middle of the next."""
-        trainer, context = self._trainer, context_of(self._trainer)
+        trainer = self._trainer
         module = trainer.lightning_module
-        with context.reporting_progress():
+        with self._reporting():
             checkpoint = dump_at_once(trainer)
         state = checkpoint["state_dict"]
         checkpoint = self._loaders.write(checkpoint, for_now=True)
         loggers, samplers = [identity(logger) for logger in trainer.loggers], self._loaders.samplers
-        if context.requirements.whole_rounds and KEY in checkpoint:
+        if self._whole_rounds and KEY in checkpoint:
             for loader, sampler in zip(checkpoint[KEY]["loaders"], samplers, strict=False):
                 loader["crew"] = list(sampler.crew)
         checkpoint[_OURS] = {
@@ -189,11 +197,9 @@ class RejoinState:
 
     def _written(self) -> Writes:
         """In lock-step: what hooks have written to parameters since the last update."""
-        session = context_of(self._trainer).session
-        together = context_of(self._trainer).requirements.whole_rounds
-        if not together or session is None or session.has_own_parameters:
+        if not self._whole_rounds or self._session.has_own_parameters:
             return {}
-        return session.replica.apart()
+        return self._session.replica.apart()
 
 
 def _own_of(trainer: Any, at_first: dict[str, int]) -> dict[str, Any]:
@@ -231,9 +237,17 @@ class Rejoin:
         version: updates so far; more than in ``progress`` if that is older.
         trainer: of this worker.
         client: to the server.
+        whole_rounds: whether all workers take the same steps.
     """
 
-    def __init__(self, progress: bytes, version: int, trainer: pl.Trainer, client: Client) -> None:
+    def __init__(
+        self,
+        progress: bytes,
+        version: int,
+        trainer: pl.Trainer,
+        client: Client,
+        whole_rounds: bool,
+    ) -> None:
         self._checkpoint = read("", progress)
         self._ours = self._checkpoint.pop(_OURS)
         for known in ("dice", "dice_of"):  # `generators` are those of this moment
@@ -241,8 +255,8 @@ class Rejoin:
         self._trainer: Any = trainer
         self._version, self.breaks = version, self._ours["breaks"]
         self.checksums: dict[str, int] = self._ours["checksums"]
-        self._ends_epoch = False
-        if context_of(trainer).requirements.whole_rounds:
+        self._ends_epoch, self._whole_rounds = False, whole_rounds
+        if whole_rounds:
             steps = version - self._checkpoint["global_step"]
             self._ends_epoch = advance(self._checkpoint, steps, self._ours["accumulated"])
             if steps > 0:  # later updates have them
@@ -312,7 +326,7 @@ class Rejoin:
         set_reload_epochs(self._trainer, *self._ours["reload_epochs"])
         if self._trainer.is_global_zero:
             become_leader(self._trainer)
-        if context_of(self._trainer).requirements.whole_rounds:
+        if self._whole_rounds:
             before, epoch = self._checkpoint["global_step"], self._trainer.num_training_batches
             step_schedulers(self._trainer, before, self._version, epoch)
             set_global_step(self._trainer, self._version)
@@ -332,8 +346,7 @@ class Rejoin:
             else:  # also an expanded one, which stays as the others have it
                 buffers[last] = value.to(self._trainer.lightning_module.device)
 
-    def begin(self, pages: RngMailbox | None) -> None:
-        """Before the first mini-batch is fetched: restore the RNG states."""
-        worker = context_of(self._trainer).client.worker
+    def begin(self, worker: int, pages: RngMailbox | None) -> None:
+        """Before the first mini-batch is fetched: restore this worker's RNG states."""
         known = None if pages is None else pages.find(worker, self._version, self.breaks)
         put(known or self._ours["generators"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,16 @@ import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.engine.memory.scratch_file import as_bytes, read
-from hybridtrain.engine.protocol.messages import Saved
+from hybridtrain.engine.protocol.messages import Saved, Stopped
 from hybridtrain.engine.worker.client import StopRequested
 from hybridtrain.engine.worlds.channel import ChannelClosed
 from hybridtrain.engine.worlds.worker_exit import Failed
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import become_leader
 from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted, has_saved
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.util.files import interrupted_in
 from hybridtrain.util.streams import say
 
@@ -37,79 +41,103 @@ def advise(error: BaseException) -> None:
         )
 
 
-def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
-    """Report the exception to the parent; if chosen, write the final checkpoint.
+@dataclass(frozen=True)
+class WorkerEnd:
+    """Ends a worker that is stopped or has failed; one worker writes the final checkpoint.
 
-    The report comes first: other workers may wait for this one.
+    Args:
+        trainer: of this worker.
+        worker: this one.
+        loaders: of this worker; they have its random numbers.
+        keeping: writes checkpoints.
+        unify: brings what a checkpoint has to one version.
+        give_up: takes back what this worker has begun and cannot finish.
     """
-    context = context_of(trainer)
-    client = context.client
-    advise(error)
-    client.heartbeat.fail()
-    try:
-        client.fail()
-        where, left = client.heartbeat.failed_in, left_behind(trainer)
-        client.line.send(Failed.of(error, where, waits=True, left=left))
-        with suppress(StopRequested, UserError):  # a step that is under way may be broken off
-            client.settle()
+
+    trainer: Any
+    worker: WorkerContext
+    loaders: Loaders
+    keeping: CheckpointWriting
+    unify: Callable[[], None]
+    give_up: Callable[[], None]
+
+    def stop(self, stop: StopRequested) -> None:
+        """The worker is asked to stop."""
+        client = self.worker.client
+        client.note(Stopped(left=self._left_behind()))
         client.go_alone()
-        counted = trainer.global_step == client.version or not context.requirements.whole_rounds
-        take_turn_saving(trainer, able=counted)
-    except ChannelClosed:
-        client.go_alone()  # the parent has ended
+        self._take_turn_saving()
+        end_worker(self.trainer, stop)
 
+    def fail(self, error: BaseException) -> None:
+        """Report the exception to the parent; if chosen, write the final checkpoint.
 
-def left_behind(trainer: pl.Trainer) -> bytes:
-    """A worker's random numbers, for the last checkpoint; empty if it has none as yet."""
-    with suppress(Exception):  # in whatever state it is, its end must be reported
-        return as_bytes(context_of(trainer).random_numbers())
-    return b""
+        The report comes first: other workers may wait for this one.
+        """
+        client = self.worker.client
+        advise(error)
+        client.heartbeat.fail()
+        try:
+            client.fail()
+            where, left = client.heartbeat.failed_in, self._left_behind()
+            client.line.send(Failed.of(error, where, waits=True, left=left))
+            with suppress(StopRequested, UserError):  # a step that is under way may be broken off
+                client.settle()
+            client.go_alone()
+            whole_rounds = self.worker.requirements.whole_rounds
+            counted = self.trainer.global_step == client.version or not whole_rounds
+            self._take_turn_saving(able=counted)
+        except ChannelClosed:
+            client.go_alone()  # the parent has ended
+        end_worker(self.trainer, error)
 
+    def _left_behind(self) -> bytes:
+        """A worker's random numbers, for the last checkpoint; empty if it has none as yet."""
+        with suppress(Exception):  # in whatever state it is, its end must be reported
+            return as_bytes(self.loaders.random_numbers(False))
+        return b""
 
-def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
-    """In a stopped worker: wait for permission; one worker writes the final checkpoint.
+    def _take_turn_saving(self, able: bool = True) -> None:
+        """Wait for permission; one worker writes the final checkpoint.
 
-    Not ``able``: Lightning has not counted the last update yet.
-    """
-    context = context_of(trainer)
-    if (left := context.client.await_permission()) is not None:
-        known = {worker: read("", each) for worker, each in left.items() if each}
-        context.know_random_numbers(known)
-        context.client.note(Saved(able and save_interrupted(trainer)))
+        Not ``able``: Lightning has not counted the last update yet.
+        """
+        if (left := self.worker.client.await_permission()) is not None:
+            known = {worker: read("", each) for worker, each in left.items() if each}
+            self.loaders.know_random_numbers(known)
+            self.worker.client.note(Saved(able and self._save()))
 
+    def _save(self) -> bool:
+        """Write a checkpoint of the last whole update beside the others; return whether it was.
 
-def save_interrupted(trainer: Any) -> bool:
-    """Write a checkpoint of the last whole update beside the others; return whether it was written.
-
-    Needs no other worker.
-    """
-    checkpoint = trainer.checkpoint_callback
-    folder = getattr(checkpoint, "dirpath", None)
-    if not trainer.is_global_zero or not folder or trainer.state.fn != "fit":
-        return False
-    if trainer.fast_dev_run:  # no callback of Lightning writes one either
-        return False
-    path, context = interrupted_in(Path(folder)), context_of(trainer)
-    try:
-        context.keeping.show_trained(trainer.lightning_module)
-        context.before_checkpoint()  # other workers may have made later updates
-        context.collectives.stay_local(False)  # user code may gather, from this worker alone
-        if trainer.global_step == 0:
+        Needs no other worker.
+        """
+        trainer = self.trainer
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if not trainer.is_global_zero or not folder or trainer.state.fn != "fit":
             return False
-        if context.client.worker != 0:
-            become_leader(trainer)
-        if context.step_rollback is not None:
-            context.step_rollback.give_up()
-        trainer.save_checkpoint(path)
-        for callback in trainer.checkpoint_callbacks:  # one is enough
-            has_saved(callback, trainer.global_step)
-    except Exception as error:
-        # Not Lightning's, which only worker 0 gives.
-        warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
-        return False
-    if written := str(path) not in context.keeping.unsaved.lost:  # else a warning was given
-        say(f"stopped after step {trainer.global_step}, checkpoint: {path}")
-    return written
+        if trainer.fast_dev_run:  # no callback of Lightning writes one either
+            return False
+        path = interrupted_in(Path(folder))
+        try:
+            self.keeping.show_trained(trainer.lightning_module)
+            self.unify()  # other workers may have made later updates
+            self.worker.collectives.stay_local(False)  # user code may gather, alone
+            if trainer.global_step == 0:
+                return False
+            if self.worker.client.worker != 0:
+                become_leader(trainer)
+            self.give_up()
+            trainer.save_checkpoint(path)
+            for callback in trainer.checkpoint_callbacks:  # one is enough
+                has_saved(callback, trainer.global_step)
+        except Exception as error:
+            # Not Lightning's, which only worker 0 gives.
+            warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
+            return False
+        if written := str(path) not in self.keeping.unsaved.lost:  # else a warning was given
+            say(f"stopped after step {trainer.global_step}, checkpoint: {path}")
+        return written
 
 
 def end_worker(trainer: pl.Trainer, error: BaseException) -> None:

@@ -29,6 +29,7 @@ from typing import Any, cast
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning.strategies import Strategy
 
 from hybridtrain.engine.exchanges import Requirements
 from hybridtrain.engine.faults import KINDS, Fault, FaultLog, Schedule, check_workers, happened
@@ -39,7 +40,6 @@ from hybridtrain.engine.worker.pending_push import Taking, Undoing
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.util import files
 
 # ---- in the parent ------------------------------------------------------------------------------
@@ -177,13 +177,19 @@ class InjectedFault(RuntimeError):
     """Raised on purpose."""
 
 
-def inject(trainer: Any, client: Client, faults: Faults) -> None:
-    """Prepare the faults of this worker."""
+def inject(
+    trainer: Any,
+    client: Client,
+    faults: Faults,
+    strategy: Strategy,
+    session: Callable[[], object],
+) -> None:
+    """Prepare the faults of this worker, which has a session once it trains."""
     if faults.fault_log is None:
         return
     kinds = _OF_GRADIENTS if faults.rehearses else KINDS  # a replay must not die
     schedule = Schedule(faults.wanted, client.worker, faults.fault_log, kinds)
-    trainer.callbacks.insert(1, Injection(schedule, client, faults.fault_log))
+    trainer.callbacks.insert(1, Injection(schedule, client, faults.fault_log, strategy, session))
 
 
 class Injection(pl.Callback):
@@ -193,10 +199,20 @@ class Injection(pl.Callback):
         schedule: of this worker.
         client: to the server.
         fault_log: counts the worker's steps.
+        strategy: whose end is a phase.
+        session: of the worker, once it trains.
     """
 
-    def __init__(self, schedule: Schedule, client: Client, fault_log: FaultLog) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        client: Client,
+        fault_log: FaultLog,
+        strategy: Strategy,
+        session: Callable[[], object],
+    ) -> None:
         self._schedule, self._client, self._fault_log = schedule, client, fault_log
+        self._strategy, self._session = strategy, session
         self._step = fault_log.progress(client.worker)[0]
         self._began_s = 0.0  # start of this step
         self._factor = 1.0  # of the next loss
@@ -206,13 +222,12 @@ class Injection(pl.Callback):
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
         """All objects to be wrapped exist now."""
-        context = context_of(trainer)
-        session: Any = context.session
+        session: Any = self._session()
         self._wrap_computing(session)
         if session.has_own_parameters:
             self._wrap_own_steps(session._gathered)
         self._wrap_exchange()
-        before(Point.TEARDOWN, context, self.tear_down)
+        before(Point.TEARDOWN, self._strategy, self.tear_down)
         if not self._schedule.has("checkpoint"):
             return
         if self._client.worker == 0:

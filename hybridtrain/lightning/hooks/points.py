@@ -77,7 +77,7 @@ class Point(Enum):
     PREDICTION_STEP = "_predict_step", "only_the_end"
     # ModelCheckpoint
     CHECKPOINT_START = "on_train_start", "Multiples.begin"
-    CHECKPOINT_HOOKS = "on_train_batch_end on_exception", "save_whole_steps Multiples.save"
+    CHECKPOINT_HOOKS = "on_train_batch_end on_exception", "save_whole_steps SavedMultiples.save"
     CHECKPOINT_DECISION = "_monitor_candidates", "HybridStrategy.decide_on_checkpoint"
     CHECKPOINT_SEARCH = "_find_last_checkpoints", "find_whole"
     CHECKPOINT_LINK = "_link_checkpoint", "CheckpointWriting.link"
@@ -91,8 +91,8 @@ class Point(Enum):
         "Patience.write",
     )
     # precision plugin
-    CLIP = "clip_gradients", "HybridStrategy.record_clip Session.average_own"
-    BACKWARD = "backward", "HybridStrategy.backward_and_average ForeignSteps.backward"
+    CLIP = "clip_gradients", "Session.record_clip Session.average_own"
+    BACKWARD = "backward", "Session.backward_and_average ForeignSteps.backward"
     # session
     AVERAGE = "average", "Absence.gradients_are_there"
     # client

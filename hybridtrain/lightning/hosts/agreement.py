@@ -22,12 +22,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
-import hybridtrain
 from hybridtrain.engine.memory.store import checksum
 from hybridtrain.engine.options.strategy_arguments import LightningArguments
 from hybridtrain.engine.step.shared_buffers import kept, lies_apart, put
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.util.option_types import hints
 
@@ -36,7 +34,8 @@ if TYPE_CHECKING:
 
     from hybridtrain.engine.samplers import EpochPlan
     from hybridtrain.engine.worker.client import Client
-    from hybridtrain.lightning.strategy import HybridStrategy
+    from hybridtrain.lightning.run_setup import RunSetup
+    from hybridtrain.lightning.worker_context import WorkerContext
 
 # A host may have its own: where files lie, how its processes are started. Where training goes on
 # from, host 0 says.
@@ -50,6 +49,7 @@ _OF_TRAINER = (
     *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
     "reload_dataloaders_every_n_epochs",
 )
+_PACKAGE = Path(__file__).parents[2]
 _PART_BYTES = 16 << 20  # of a file, in one message
 _PART_LETTERS = 14 << 10  # a greeting has room for four such parts
 _SHOWN = 3  # differences in a message
@@ -71,20 +71,19 @@ def about_this_process() -> dict[str, Any]:
 
 
 def about_this_host(
-    strategy: HybridStrategy, trainer: Trainer, arguments: Mapping[str, Any]
+    setup: RunSetup, trainer: Trainer, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The values that must agree on all hosts that train; plain, for JSON.
 
     ``arguments``: those of the trainer's method.
     """
-    given: Any = vars(strategy)
-    options = {k: v for k, v in given.get("data_options", {}).items() if k not in _OWN}
-    options["policy"] = given.get("policy")
+    options: dict[str, Any] = {k: v for k, v in setup.options.items() if k not in _OWN}
+    options["policy"] = setup.scheme.policy
     model = arguments.get("model") or trainer.lightning_module
     return about_this_process() | _short(
         {
-            "num_nodes": strategy.num_nodes,
-            "workers": len(strategy.parallel_devices or [None]) * strategy.workers_per_device,
+            "num_nodes": setup.place.n_hosts,
+            "workers": setup.n_here,
             "options": {name: described(value) for name, value in options.items()},
             "trainer": {name: described(getattr(trainer, name)) for name in _OF_TRAINER},
             "code": _code_of(model, arguments.get("datamodule")),
@@ -131,7 +130,7 @@ def compare_configuration(content: Mapping[str, Any]) -> None:
     )
 
 
-def compare_workers(trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
+def compare_workers(trainer: Trainer, worker: WorkerContext, plans: Sequence[EpochPlan]) -> None:
     """Compare what only workers know: optimizers, their loaders' plans, where training goes on.
 
     A replay in one process compares it, too, so it says nothing of the machine.
@@ -139,7 +138,7 @@ def compare_workers(trainer: Trainer, plans: Sequence[EpochPlan]) -> None:
     Raises:
         UserError: if those of two hosts differ.
     """
-    client, n_hosts = context_of(trainer).client, context_of(trainer).hosts_of_run
+    client, n_hosts = worker.client, worker.n_hosts
     mine = {
         "name": f"host {client.worker // (client.n_workers // n_hosts)}",
         "optimizers": {
@@ -359,7 +358,7 @@ def _version(name: str) -> str:
 @cache
 def _digest_of_source() -> str:
     """Of the package's files."""
-    return _digest(sorted(Path(hybridtrain.__path__[0]).rglob("*.py")))
+    return _digest(sorted(_PACKAGE.rglob("*.py")))
 
 
 def _digest(paths: Sequence[Path]) -> str:

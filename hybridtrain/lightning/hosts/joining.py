@@ -11,7 +11,6 @@ from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.engine.memory.scratch_file import Scratch, as_bytes, read
 from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.engine.worlds.signals import Interrupted, caught_signals
 from hybridtrain.errors import Lost, UserError
@@ -26,8 +25,7 @@ from hybridtrain.lightning.hosts.cluster import (
     key_of,
     take_key,
 )
-from hybridtrain.lightning.results.worker_result import WorkerResult
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.run_setup import RunSetup
 from hybridtrain.util.host_place import HostPlace
 
 if TYPE_CHECKING:
@@ -38,12 +36,16 @@ _NEWS_S = 20.0  # between two lines about who is missing
 
 
 def with_other_hosts(
+    setup: RunSetup,
     trainer: Trainer,
     arguments: Mapping[str, Any],
-    scratch: Scratch,
     train: Callable[[Hosts | None], list[Any]],
+    whole: Callable[[list[Any]], list[Any]],
+    stats: Callable[[], dict[str, Any]],
 ) -> list[Any]:
-    """On host 0: wait for the others, train, and tell them how it has ended.
+    """On host 0: wait for the others, train, and tell them how it has ended, with the ``stats``.
+
+    ``whole``: gives results all that lies outside of them on this host.
 
     Returns:
         The results of all workers, from ``train``.
@@ -51,29 +53,28 @@ def with_other_hosts(
     Raises:
         UserError: if a host does not come, or does not fit.
     """
-    strategy = context_of(trainer)
-    place = strategy.place
+    place = setup.place
     if place.n_hosts == 1:
         return train(None)
-    path, about = strategy.data_options["hosts_key"], about_this_host(strategy, trainer, arguments)
+    path, about = setup.options["hosts_key"], about_this_host(setup, trainer, arguments)
     with ExitStack() as stack:
         others = stack.enter_context(gathering(place, path, about))
-        others.wait_for(strategy.min_hosts)
+        others.wait_for(setup.min_hosts)
         there, arrivals = list(others.found.values()), others.arrivals
-        if not strategy.on_failure.tells:  # then none may come while training runs
+        if not setup.scheme.on_failure.tells:  # then none may come while training runs
             stack.close()
             arrivals = list
-        hosts = Hosts(there, place.n_hosts, strategy.local_workers, arrivals)
+        hosts = Hosts(there, place.n_hosts, setup.n_here, arrivals)
         try:
             results = train(hosts)
-            over = Over(_whole(results, scratch))
+            over = Over(whole(results))
         except BaseException as error:
             over = _over_by(error)
             raise
         finally:
             late = others.last_arrivals()
             stack.close()  # or a host that has the results would take this key for its next call
-            hosts.conclude(replace(over, stats=strategy.run_stats()), late)
+            hosts.conclude(replace(over, stats=stats()), late)
         return results
 
 
@@ -81,16 +82,6 @@ def _over_by(error: BaseException) -> Over:
     if isinstance(error, Interrupted):
         return Over(signum=error.signum)
     return Over(error=f"{type(error).__name__}: {error}")
-
-
-def _whole(results: list[Any], scratch: Scratch) -> list[Any]:
-    """The results, with what lies in this host's scratch file."""
-    return [
-        replace(each, heavy=as_bytes(read(scratch.path)))
-        if isinstance(each, WorkerResult) and not each.heavy
-        else each
-        for each in results
-    ]
 
 
 @contextmanager
@@ -228,12 +219,11 @@ class Gathering:
 
 
 def joined(
-    trainer: Trainer, arguments: Mapping[str, Any]
+    setup: RunSetup, trainer: Trainer, arguments: Mapping[str, Any]
 ) -> AbstractContextManager[HostConnection]:
     """On another host: the connection to host 0 of a trainer's run, as :func:`reached`."""
-    strategy = context_of(trainer)
-    about = about_this_host(strategy, trainer, arguments)
-    return reached(strategy.place, strategy.data_options["hosts_key"], about)
+    about = about_this_host(setup, trainer, arguments)
+    return reached(setup.place, setup.options["hosts_key"], about)
 
 
 @contextmanager

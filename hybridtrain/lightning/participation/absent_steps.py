@@ -44,7 +44,6 @@ from torchmetrics import Metric
 from hybridtrain.engine.monitoring.hang_detector import Doing
 from hybridtrain.engine.step.shared_buffers import KeptBuffer, kept
 from hybridtrain.engine.worker.client import Client
-from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.hooks.loop_hooks import (
     accumulates,
     forget_batch,
@@ -72,8 +71,10 @@ from hybridtrain.lightning.participation.logged_metrics import (
     take_entries,
     take_steps,
 )
-from hybridtrain.lightning.run_context import checkpoints_of, context_of
+from hybridtrain.lightning.participation.stop_wishes import OthersStop, Stopping
+from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.lightning.step.session import Session
+from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.util.attributes import temporarily
 
 if TYPE_CHECKING:
@@ -94,17 +95,18 @@ class Absence:
 
     Args:
         trainer: of this worker.
-        client: to the server.
+        worker: this one.
         loaders: know whether this worker has samples in a step.
     """
 
-    def __init__(self, trainer: pl.Trainer, client: Client, loaders: Loaders) -> None:
+    def __init__(self, trainer: pl.Trainer, worker: WorkerContext, loaders: Loaders) -> None:
         self._trainer: Any = trainer
-        self._client, self._loaders = client, loaders
-        requirements = context_of(trainer).requirements
+        self._client, self._loaders = worker.client, loaders
+        requirements = worker.requirements
         self._requirements, self._whole_rounds = requirements, requirements.whole_rounds
+        self._fixed = not worker.on_failure.changes  # no worker leaves or comes
         self._session: Session | None = None
-        self.stopping = Stopping(trainer, client, requirements.whole_rounds)
+        self.stopping = Stopping(trainer, worker.client, requirements.whole_rounds)
         self.uncounted: Uncounted | None = None  # where a contribution may not count
         self._has_had_some = False  # in this epoch
         self._had_some_before = False  # the mini-batches that may be dropped
@@ -124,6 +126,7 @@ class Absence:
     def begin(self, session: Session) -> None:
         """Start of training."""
         self._session = session
+        self.stopping.begin(session)
         before(Point.AVERAGE, session, self.gradients_are_there)
         # With a limit of steps, contributions may arrive after the last.
         bounded = not self._whole_rounds and self._loop.max_steps != -1
@@ -133,8 +136,7 @@ class Absence:
     def begin_epoch(self) -> None:
         """An epoch begins, or is resumed."""
         self._has_had_some = False
-        fixed = not context_of(self._trainer).on_failure.changes
-        self._asks = fixed and self._reads_streams
+        self._asks = self._fixed and self._reads_streams
 
     # ---- mini-batches ---------------------------------------------------------------------------
 

@@ -13,11 +13,6 @@ from lightning_utilities.core.rank_zero import WarningCache
 from pytorch_lightning.callbacks import Timer
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.lightning.async_training.update_count import (
-    Schedules,
-    schedules_of,
-    take_schedules,
-)
 from hybridtrain.lightning.hooks.loop_hooks import (
     begin_anew,
     current_results,
@@ -27,8 +22,13 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     shown_metrics,
     training_results,
 )
-from hybridtrain.lightning.results.callback_state import give_state, standing_of
-from hybridtrain.lightning.run_context import context_of, strategy_of
+from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.states.callback_state import give_state, standing_of
+from hybridtrain.lightning.update_count import (
+    Schedules,
+    schedules_of,
+    take_schedules,
+)
 
 _warned = WarningCache()
 
@@ -53,9 +53,10 @@ def take_entries(trainer: Any, known: Entries) -> None:
 
 def made_entry(trainer: Any, about: dict[str, Any], sync: dict[str, Any], is_tensor: bool) -> Any:
     """An entry as another worker has it, with a neutral value."""
-    made = entry_of(about, sync, is_tensor, strategy_of(trainer).reduce)
+    strategy = strategy_of(trainer)
+    made = entry_of(about, sync, is_tensor, strategy.reduce)
     if is_tensor:
-        return made.to(context_of(trainer).root_device)
+        return made.to(strategy.root_device)
     made.value = trainer.lightning_module.get_submodule(made.meta.metric_attribute)
     return made
 

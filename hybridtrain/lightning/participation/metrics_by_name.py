@@ -23,7 +23,7 @@ import torch
 from torchmetrics import Metric
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.collectives import Collectives, fold
+from hybridtrain.lightning.collectives import fold
 from hybridtrain.lightning.hooks.loop_hooks import (
     all_results,
     begin_anew,
@@ -41,7 +41,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.participation.logged_metrics import made_entry
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.util.attributes import temporarily
 
 
@@ -80,11 +80,12 @@ class MetricsByName:
 
     Args:
         trainer: of this worker.
-        collectives: of this worker.
+        worker: this one.
     """
 
-    def __init__(self, trainer: Any, collectives: Collectives) -> None:
-        self._trainer, self._collectives = trainer, collectives
+    def __init__(self, trainer: Any, worker: WorkerContext) -> None:
+        self._trainer, self._collectives = trainer, worker.collectives
+        self._device = worker.device
         self._pending: set[str] = set()  # logged in this mini-batch, to be put together
         self._ended = ""  # the mini-batch whose values have been put together
         self._before = 0  # mini-batches of an evaluation's earlier loaders
@@ -214,10 +215,6 @@ class MetricsByName:
         return isinstance(metric, Metric) and bool(metric.sync_on_compute)
 
     # ---- both -----------------------------------------------------------------------------------
-
-    @property
-    def _device(self) -> torch.device:
-        return context_of(self._trainer).root_device
 
     def _exchanged(
         self, tag: str, mine: Mapping[str, Logged], in_step: bool = False

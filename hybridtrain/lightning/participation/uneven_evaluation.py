@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
 
 from hybridtrain.lightning.data.evaluation_sampler import SharedSampler, is_dealt
+from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.user_loaders import check_asked, sampler_in
 from hybridtrain.lightning.hooks.loop_hooks import (
     combined_loader,
@@ -27,7 +28,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.worker_context import WorkerContext
 from hybridtrain.util.attributes import temporarily
 
 _LIMITS = {
@@ -43,14 +44,21 @@ class UnevenEvaluation:
     Args:
         loop: the loop.
         trainer: of this worker.
+        worker: this one.
         begin: called with the workers that share the samples, before loaders are made.
     """
 
     def __init__(
-        self, loop: Any, trainer: pl.Trainer, begin: Callable[[tuple[int, ...]], None]
+        self,
+        loop: Any,
+        trainer: pl.Trainer,
+        worker: WorkerContext,
+        begin: Callable[[tuple[int, ...]], None],
     ) -> None:
-        self._loop, self._client = loop, context_of(trainer).client
+        self._loop, self._client, self._on_failure = loop, worker.client, worker.on_failure
         self._trainer: Any = trainer
+        # All workers have the trainer's callbacks; those of the module vary.
+        self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         self._begin = begin
         self._roll: list[str] | None = None  # every worker's part in the current evaluation
         self.before: int | None = None  # mini-batches before the current evaluation
@@ -127,11 +135,11 @@ class UnevenEvaluation:
 
     def _sharing(self) -> tuple[int, ...]:
         """The workers that share the samples; all agree on them if workers may be lost."""
-        client, on_failure = self._client, context_of(self._trainer).on_failure
+        client = self._client
         alone = not client.has_stepped and client.away >= {*client.there} - {client.worker}
         if alone and self._runs:
             return (client.worker,)  # the others are not restarted before it has stepped
-        if client.solo or not on_failure.changes:
+        if client.solo or not self._on_failure.changes:
             return client.there
         known = client.gather("who evaluates", self._shared)
         if any(shared != client.met for shared in known):  # one may have come since
@@ -187,8 +195,7 @@ class UnevenEvaluation:
     def _share_outcome(self, rests: bool) -> None:
         """Let resting workers take over the outcome of the first participant that is not lost."""
         trainer = self._trainer
-        # All workers have the trainer's callbacks; those of the module vary.
-        callbacks = context_of(trainer).trainer_callbacks
+        callbacks = self._callbacks
         mine = None if rests else StepOutcome.of(trainer, callbacks, collects=True)
         known = self._client.gather("end of an evaluation", mine, patient=True)
         outcome = next((each for each in known if each is not None), None)
@@ -196,6 +203,15 @@ class UnevenEvaluation:
             outcome.give(trainer, callbacks)
             note_validation(trainer)
             set_evaluation_batches(self._loop, self._shown)
+
+
+def share_evaluations(trainer: Any, worker: WorkerContext, loaders: Loaders) -> None:
+    """Let workers rest in each of the trainer's evaluations that has no samples for them."""
+    within = trainer.fit_loop.epoch_loop.val_loop
+    others = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    begin = loaders.begin_evaluation
+    validation, *_ = [UnevenEvaluation(e, trainer, worker, begin) for e in (within, *others)]
+    loaders.follow_validation(lambda: validation.before)
 
 
 def _is_share(limit: int | float) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -32,14 +32,13 @@ from hybridtrain.engine.memory.limits import (
     open_descriptors,
     shared_memory_bytes,
 )
+from hybridtrain.engine.scheme import StartOptions
 from hybridtrain.engine.step.trained_parameters import sparse_tables
 from hybridtrain.engine.worker.device import KINDS
 from hybridtrain.engine.worker.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import check_whole
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
+from hybridtrain.lightning.run_setup import RunSetup
 
 # ---- check, before workers are spawned, that they can be sent what they need --------------------
 # A forked worker inherits its parent's memory. A spawned one imports the script anew and gets the
@@ -272,12 +271,12 @@ _UNEQUAL = 1.2  # times as much memory
 _BF16_FROM = 8  # compute capability
 
 
-def check_devices(strategy: HybridStrategy) -> None:
+def check_devices(setup: RunSetup) -> None:
     """Warn of unequal devices and of old ones. Does not call CUDA."""
-    found = chosen(strategy.parallel_devices or [])
+    found = chosen(list(setup.devices))
     sizes = sorted(gpu.n_bytes for gpu in found if gpu.n_bytes)
     unequal = bool(sizes) and sizes[-1] > _UNEQUAL * sizes[0]
-    if unequal and strategy.data_options["batch_size_per_worker"] is None:
+    if unequal and setup.options["batch_size_per_worker"] is None:
         each = ", ".join(f"{size / 2**30:.0f}" for size in sizes)
         rank_zero_warn(
             f"the devices are not alike (they have {each} GiB), and all get mini-batches of the "
@@ -285,7 +284,7 @@ def check_devices(strategy: HybridStrategy) -> None:
             "each its own with batch_size_per_worker=[...], or use strategy=async"
         )
     old = [gpu for gpu in found if 0 < gpu.major < _BF16_FROM]
-    precision = str(getattr(strategy.precision_plugin, "precision", ""))
+    precision = setup.precision
     if old and "bf16" in precision:
         rank_zero_warn(
             f"precision={precision!r} was given, which {len(old)} of the {len(found)} devices can "
@@ -311,23 +310,22 @@ def chosen(devices: list[torch.device]) -> list[Gpu]:
     return [there[int(names[number])] for number in wanted if number < len(names)]
 
 
-def check_startup(
-    strategy: HybridStrategy, start_method: str, threads: int, cores: int, job: Any
-) -> None:
+def check_startup(setup: RunSetup, start: StartOptions, cores: int, job: Any) -> None:
     """Run all checks; raises UserError where the run is impossible."""
-    module, here = job.trainer.lightning_module, strategy.local_workers
-    known = here if strategy.place.host else strategy.world_size  # host 0 has the rows of all
-    on_device = strategy.root_device.type in KINDS
+    scheme, start_method = setup.scheme, start.method
+    module, here = job.trainer.lightning_module, setup.n_here
+    known = here if setup.place.host else setup.n_workers  # host 0 has the rows of all
+    on_device = any(device.type in KINDS for device in setup.devices)
     if job.trainer.state.fn == "fit":
-        copies = int(strategy.requirements.has_copies and not on_device)
+        copies = int(scheme.requirements.has_copies and not on_device)
         check_memory(module, known, copies)
     if on_device:
-        check_device_memory(module, strategy.workers_per_device)
-        check_devices(strategy)
+        check_device_memory(module, setup.workers_per_device)
+        check_devices(setup)
     else:
-        check_threads(here, threads, cores, strategy.threads_per_worker == "auto")
+        check_threads(here, start.threads, cores, scheme.threads_per_worker == "auto")
     check_descriptors(known)
-    check_spawning(strategy.start_method, start_method)
+    check_spawning(scheme.start_method, start_method)
     named = job.named()
     check_whole(named.get("ckpt_path"))
     load = check_sending(start_method, job, named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -24,24 +24,24 @@ from torch import nn
 from hybridtrain.engine.exchanges import Exchange, Requirements
 from hybridtrain.engine.exchanges.compression import codec_of
 from hybridtrain.engine.memory import overlapping
+from hybridtrain.engine.options.strategy_arguments import StrategyArguments
+from hybridtrain.engine.scheme import Scheme
 from hybridtrain.engine.step.worker_step import WorkerStep
 from hybridtrain.engine.worker.device import KINDS
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
 from hybridtrain.lightning.hosts.cluster import check_key_is_reachable
-from hybridtrain.lightning.run_context import context_of, strategy_of
+from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.run_setup import RunSetup
 from hybridtrain.lightning_package import is_foreign, refuse_mixture
 from hybridtrain.util.option_types import as_typed
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
 
 # ---- refuse options of the trainer that the strategy cannot run ---------------------------------
 
 
-def check_trainer(trainer: Any, whole_rounds: bool) -> None:
-    """Check the trainer's options against the policy.
+def check_trainer(trainer: Any, setup: RunSetup) -> None:
+    """Check the trainer's options against the policy and the hosts.
 
     Raises:
         UserError: naming the option, what is allowed, and what to do.
@@ -49,7 +49,7 @@ def check_trainer(trainer: Any, whole_rounds: bool) -> None:
     _check_process()
     _check_package(trainer)
     _check_accelerator(trainer.accelerator)
-    _check_hosts(context_of(trainer))
+    _check_hosts(setup)
     if trainer.state.fn != "fit":
         return
     if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
@@ -57,7 +57,7 @@ def check_trainer(trainer: Any, whole_rounds: bool) -> None:
             "the callback BatchSizeFinder was given, but one worker cannot find a batch size for "
             "all; find it first with strategy='auto', devices=1, and give it to your loader"
         )
-    if not whole_rounds:
+    if not setup.scheme.requirements.whole_rounds:
         check_free_running(trainer)
 
 
@@ -122,9 +122,9 @@ def _check_accelerator(accelerator: Any) -> None:
         )
 
 
-def _check_hosts(strategy: HybridStrategy) -> None:
-    place = strategy.place
-    least = strategy.data_options["min_hosts"]
+def _check_hosts(setup: RunSetup) -> None:
+    place, options = setup.place, setup.options
+    least = options["min_hosts"]
     if least is not None and least > place.n_hosts:
         raise UserError(
             f"training was to begin with min_hosts={least} of num_nodes={place.n_hosts}, which are "
@@ -133,20 +133,19 @@ def _check_hosts(strategy: HybridStrategy) -> None:
         )
     if place.n_hosts == 1:
         return
-    if strategy.requirements.in_place:
+    if setup.scheme.requirements.in_place:
         raise UserError(
             f"num_nodes={place.n_hosts} was given, but workers that write to the parameters "
             "themselves (strategy=hogwild, exchange=in_place) need their memory; use num_nodes=1, "
             "or strategy=async, diloco or easgd"
         )
-    check_key_is_reachable(place, strategy.data_options["hosts_key"])
-    if strategy.data_options["host_sums"]:
-        _check_sums(strategy)
+    check_key_is_reachable(place, options["hosts_key"])
+    if options["host_sums"]:
+        _check_sums(setup.scheme, options)
 
 
-def _check_sums(strategy: HybridStrategy) -> None:
-    options = strategy.data_options
-    if not strategy.requirements.everyone or codec_of(strategy.exchange) is not None:
+def _check_sums(scheme: Scheme, options: StrategyArguments) -> None:
+    if not scheme.requirements.everyone or codec_of(scheme.exchange) is not None:
         reason = (
             "only whole gradients of all workers in lock-step can be added; use strategy=hybrid"
         )
@@ -229,25 +228,26 @@ _RENORMALISED = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 # ---- the option transport_dtype: rounding of gradients between device and host memory -----------
 
 
-def check_transport(strategy: HybridStrategy) -> None:
+def check_transport(setup: RunSetup) -> None:
     """Check the option against the others.
 
     Raises:
         UserError: naming the options.
     """
-    if strategy.transport is None:
+    scheme = setup.scheme
+    if setup.options["transport_dtype"] is None:
         return
-    if strategy.correction is not None:
+    if scheme.correction is not None:
         raise UserError(
-            f"transport_dtype=bf16 was given with correction={as_typed(strategy.correction)}, "
+            f"transport_dtype=bf16 was given with correction={as_typed(scheme.correction)}, "
             "which changes gradients where they lie and would round them once more; leave one out"
         )
-    if codec_of(strategy.exchange) is not None:
+    if codec_of(scheme.exchange) is not None:
         raise UserError(
-            f"transport_dtype=bf16 was given with exchange={as_typed(strategy.exchange)}, which "
+            f"transport_dtype=bf16 was given with exchange={as_typed(scheme.exchange)}, which "
             "encodes what workers hand over, from the dtype that it has; leave one out"
         )
-    if strategy.requirements.in_place:
+    if scheme.requirements.in_place:
         raise UserError(
             "transport_dtype=bf16 was given, but workers without a lock send no gradients; "
             "leave it out, or use strategy=async"
@@ -258,28 +258,29 @@ _NOTEWORTHY = 0.5  # updates: as stale as with one and a half workers
 _OFTEN = 8  # dropped contributions of a worker that are worth a word
 
 
-def check_own_parameters(strategy: HybridStrategy, trainer: Any) -> None:
+def check_own_parameters(setup: RunSetup, trainer: Any) -> None:
     """Check the options beside an exchange with own parameters in each worker.
 
     Raises:
         UserError: naming the option, and what to do.
     """
-    asked = f"exchange={as_typed(strategy.exchange)}"
-    if strategy.transport is not None:
+    scheme = setup.scheme
+    asked = f"exchange={as_typed(scheme.exchange)}"
+    if setup.options["transport_dtype"] is not None:
         raise UserError(
             f"transport_dtype=bf16 was given with {asked}, but what workers have come to is handed "
             "over seldom, and would be rounded; leave it out, or use exchange=gradient"
         )
-    if strategy.world_size > 1:
+    if setup.n_workers > 1:
         _check_callbacks(trainer, asked)
-    if strategy.requirements.evaluates and trainer.state.fn == "fit":
+    if scheme.requirements.evaluates and trainer.state.fn == "fit":
         check_evaluations(trainer, asked)
-    _check_module(strategy, trainer, asked)
+    _check_module(scheme, trainer, asked)
 
 
-def _check_module(strategy: HybridStrategy, trainer: Any, asked: str) -> None:
+def _check_module(scheme: Scheme, trainer: Any, asked: str) -> None:
     module = trainer.lightning_module
-    check = getattr(strategy.exchange, "check_tensors", None)
+    check = getattr(scheme.exchange, "check_tensors", None)
     if check is not None and not is_overridden("configure_model", module):
         check(sum(parameter.requires_grad for parameter in module.parameters()))
     if trainer.state.fn == "fit" and not module.automatic_optimization:

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -36,13 +36,11 @@ from hybridtrain.engine.worlds.in_process import Body, Cell
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.periodic import scheduled
 from hybridtrain.lightning.results.worker_result import WorkerResult
-from hybridtrain.lightning.run_context import context_if_ours, context_of, strategy_of
+from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.strategy import HybridStrategy
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from hybridtrain.util.own_parts import identity
 from hybridtrain.virtual.service_times import Measured
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
 
 T = TypeVar("T")
 
@@ -100,7 +98,7 @@ class InProcessRunner(Generic[T]):
             BaseException: of the run or a worker.
         """
         recording = Recording(self.record.path, {}, self, self.record.n_hosts)
-        with context_of(trainer).playing(recording):
+        with hybrid_strategy_of(trainer).playing(recording):
             trainer.fit(module, **options)
         if self.error is not None:
             raise self.error
@@ -194,10 +192,20 @@ def _rerun(
 
 
 def _check(record: Record, trainer: pl.Trainer, anyway: bool) -> None:
-    strategy, kind = context_if_ours(trainer), type(strategy_of(trainer)).__name__
-    if strategy is None:
+    check_replayable(record, hybrid_strategy_of(trainer), anyway)
+
+
+def hybrid_strategy_of(trainer: pl.Trainer) -> HybridStrategy:
+    """The strategy of a trainer whose run is replayed.
+
+    Raises:
+        UserError: if it is none of ours.
+    """
+    strategy = strategy_of(trainer)
+    if not isinstance(strategy, HybridStrategy):
+        kind = type(strategy).__name__
         raise UserError(f"{kind} was given, but only runs of HybridStrategy are replayed")
-    check_replayable(record, strategy, anyway)
+    return strategy
 
 
 # ---- under another policy, in virtual time -------------------------------------------------------
@@ -223,7 +231,7 @@ def rehearse_fit(
         UserError: if policy or exchange cannot be simulated, or the record says too little.
     """
     record = _read(record)
-    _check_times(record, context_of(trainer))
+    _check_times(record, hybrid_strategy_of(trainer))
     runner = InProcessRunner(record, partial(_what_if, record), timeline, rehearses=True)
     return runner.fit(trainer, module, **options)
 

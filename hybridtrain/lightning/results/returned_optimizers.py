@@ -23,10 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.engine.updates.serialize import subclasses
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
-from hybridtrain.lightning.results.held_objects import HeldObjects, load_in_place
-from hybridtrain.lightning.results.plain_data import Held, class_name
 from hybridtrain.lightning.results.returned_training import made_or_none
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.states.held_objects import HeldObjects, load_in_place
+from hybridtrain.lightning.states.plain_data import Held, class_name
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,11 @@ class TrainedOptimizers:
 
     @classmethod
     def of(cls, trainer: Any, held: HeldObjects) -> TrainedOptimizers:
-        """In worker 0."""
-        context, module = context_of(trainer), trainer.lightning_module
-        context.before_checkpoint()
+        """In worker 0, whose states are of one version."""
+        strategy, module = strategy_of(trainer), trainer.lightning_module
         optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
         saved = {
-            "optimizer_states": [context.optimizer_state(each) for each in optimizers],
+            "optimizer_states": [strategy.optimizer_state(each) for each in optimizers],
             "lr_schedulers": [config.scheduler.state_dict() for config in configs],
         }
         forms = [Form.of(each, module, held) for each in optimizers]

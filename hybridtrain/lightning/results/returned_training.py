@@ -25,6 +25,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 
 from hybridtrain.engine.step.shared_buffers import lies_apart
+from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
 from hybridtrain.lightning.hooks.loop_hooks import (
     combined_loader,
     give_loaders,
@@ -34,8 +35,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     source_of,
 )
 from hybridtrain.lightning.hooks.trainer_hooks import attach_data
-from hybridtrain.lightning.results.callback_state import ModuleState, give_to_module, of_module
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.states.callback_state import ModuleState, give_to_module, of_module
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Sizes:
     total: float | None
 
     @classmethod
-    def of(cls, trainer: Any) -> Sizes:
-        """In worker 0."""
+    def of(cls, trainer: Any, expected: ExpectedUpdates | None) -> Sizes:
+        """In worker 0; ``expected``: of a worker that runs freely."""
         total = None
         with suppress(Exception):  # of loaders that cannot tell
             total = trainer.estimated_stepping_batches if trainer.state.fn == "fit" else None
-        known, expected = sizes_of(trainer), context_of(trainer).expected_updates
+        known = sizes_of(trainer)
         if expected is not None and total is not None:  # one queue has the mini-batches of all
             known["max_batches"] = expected.mini_batches()
         return cls(known, [combined_loader(each) is not None for each in loops_of(trainer)], total)

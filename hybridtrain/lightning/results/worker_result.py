@@ -9,14 +9,16 @@ of a training in this process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 
 from hybridtrain.engine.memory.scratch_file import Scratch, as_bytes, fill, read
+from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
+from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.data.evaluation_sampler import Outputs, collect, in_order
 from hybridtrain.lightning.hooks.loop_hooks import (
     log_connector,
@@ -26,7 +28,9 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.trainer_hooks import attach_module_callbacks
 from hybridtrain.lightning.participation.logged_metrics import metrics_of
-from hybridtrain.lightning.results.callback_state import (
+from hybridtrain.lightning.results.returned_optimizers import TrainedOptimizers
+from hybridtrain.lightning.results.returned_training import Sizes, load_weights
+from hybridtrain.lightning.states.callback_state import (
     CallbackState,
     ModuleState,
     give_to_callback,
@@ -35,13 +39,13 @@ from hybridtrain.lightning.results.callback_state import (
     of_module,
     pairs,
 )
-from hybridtrain.lightning.results.held_objects import HeldObjects
-from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
-from hybridtrain.lightning.results.returned_optimizers import TrainedOptimizers
-from hybridtrain.lightning.results.returned_training import Sizes, load_weights
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.states.held_objects import HeldObjects
+from hybridtrain.lightning.states.logger_state import give_to_logger, of_logger
+from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.util.files import interrupted_in
 from hybridtrain.util.streams import say
+
+Remember = Callable[[TrainedOptimizers, float | None, HeldObjects], None]
 
 
 @dataclass(frozen=True)
@@ -65,16 +69,35 @@ class WorkerResult:
     outputs: Outputs | None
 
 
+@dataclass(frozen=True)
+class WorkersTraining:
+    """What a worker has of its training when the trainer's function has returned.
+
+    Args:
+        gather: collective: brings each worker's own state to the saving worker.
+        unify: brings the state of optimizers to one version.
+        before_configuring: the module's attributes after ``setup``.
+        expected: of a worker that runs freely.
+    """
+
+    gather: Callable[[], None]
+    unify: Callable[[], None]
+    before_configuring: ModuleState | None
+    expected: ExpectedUpdates | None
+
+
 def pack(
-    trainer: pl.Trainer, returned: Any, held: HeldObjects, room: str = ""
+    trainer: pl.Trainer,
+    training: WorkersTraining,
+    returned: Any,
+    held: HeldObjects,
+    room: str = "",
 ) -> WorkerResult | Outputs | None:
     """In every worker, at the end: worker 0's result, the other workers' predictions.
 
     ``room``: the path of the calling process's scratch file, if it has one.
     """
-    if trainer.state.fn == "fit" and (session := context_of(trainer).session) is not None:
-        with session.keeping_writes():
-            context_of(trainer).gather_states()
+    training.gather()
     module = trainer.lightning_module
     weights, outputs = module.state_dict(), collect(trainer)
     if not trainer.is_global_zero:
@@ -82,6 +105,8 @@ def pack(
     fits = trainer.state.fn == "fit"
     stepped: list[Any] = [*trainer.optimizers] if fits else []
     stepped += [config.scheduler for config in trainer.lr_scheduler_configs] if fits else []
+    if fits:
+        training.unify()
     heavy = {
         "weights": weights,
         "parameters": {
@@ -101,9 +126,9 @@ def pack(
         progress=_progress(trainer),
         callbacks=[of_callback(c, module, held.refer) for c in _all(trainer)],
         module=of_module(module, held.refer),
-        before_configuring=context_of(trainer).before_configuring,
+        before_configuring=training.before_configuring,
         loggers=[of_logger(logger, held.refer) for logger in trainer.loggers],
-        sizes=Sizes.of(trainer),
+        sizes=Sizes.of(trainer, training.expected),
     )
 
 
@@ -111,22 +136,21 @@ def unpack(
     trainer: pl.Trainer,
     results: Sequence[WorkerResult | Outputs | None],
     held: HeldObjects,
+    remember: Remember,
+    keeping: CheckpointWriting,
     scratch: Scratch | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Any:
     """In the parent: take over worker 0's state; return the result of the trainer's method.
 
-    ``held``: what there was when the run started; ``given``: the arguments of that method.
+    ``held``: what there was when the run started; ``remember``: keeps optimizers, and how many
+    updates were expected; ``keeping``: knows missing checkpoints; ``given``: the arguments of that
+    method.
 
     Raises:
         RuntimeError: if worker 0 died before it had packed.
     """
-    home = next((each for each in results if isinstance(each, WorkerResult)), None)
-    if home is None:
-        raise RuntimeError(
-            "the first worker was lost after training, and with it metrics and weights; the last "
-            "checkpoint has what it had saved"
-        )
+    home = _first(results)
     others = [each for each in results if not isinstance(each, WorkerResult)]
     heavy = read("" if scratch is None else scratch.path, home.heavy)
     load_weights(trainer, heavy, home.before_configuring)
@@ -139,30 +163,52 @@ def unpack(
     give_to_module(module, home.module, held)
     held.fill(heavy["held"])
     if heavy["trained"] is not None:  # configure_optimizers runs here
-        context_of(trainer).remember_training(heavy["trained"], home.sizes.total, held)
+        remember(heavy["trained"], home.sizes.total, held)
         held.fill(heavy["held"], again=True)
         give_to_module(module, home.module, held)
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
         attach_module_callbacks(trainer)
     for callback, belongings in pairs(_all(trainer), home.callbacks):
         give_to_callback(callback, module, belongings, held)
-    context_of(trainer).keeping.forget_lost(trainer)
+    keeping.forget_lost(trainer)
     for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
         give_to_logger(logger, brought, held)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
+
+
+def whole(scratch: Scratch, results: list[Any]) -> list[Any]:
+    """The results, with what lies in this host's scratch file."""
+    return [
+        replace(each, heavy=as_bytes(read(scratch.path)))
+        if isinstance(each, WorkerResult) and not each.heavy
+        else each
+        for each in results
+    ]
+
+
+def _first(results: Sequence[WorkerResult | Outputs | None]) -> WorkerResult:
+    home = next((each for each in results if isinstance(each, WorkerResult)), None)
+    if home is None:
+        raise RuntimeError(
+            "the first worker was lost after training, and with it metrics and weights; the last "
+            "checkpoint has what it had saved"
+        )
+    return home
 
 
 def save_finished(
     trainer: pl.Trainer,
     results: Sequence[WorkerResult | Outputs | None],
     held: HeldObjects,
+    remember: Remember,
+    keeping: CheckpointWriting,
     scratch: Scratch,
 ) -> None:
     """In the parent, after a signal when workers had finished training, so that none saves."""
     if trainer.state.fn != "fit" or not any(isinstance(each, WorkerResult) for each in results):
         return
-    unpack(trainer, results, held, scratch)
-    context_of(trainer).keeping.is_whole()
+    unpack(trainer, results, held, remember, keeping, scratch)
+    keeping.is_whole()
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder:
         path = interrupted_in(Path(folder))
@@ -176,8 +222,6 @@ def save_finished(
 
 def _all(trainer: Any) -> list[pl.Callback]:
     """All callbacks but ``WorkerCallback``, those of ``configure_callbacks`` included."""
-    from hybridtrain.lightning.worker_callback import WorkerCallback
-
     return [callback for callback in trainer.callbacks if not isinstance(callback, WorkerCallback)]
 
 

@@ -27,7 +27,6 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.lightning.hooks.loop_hooks import combined_loader
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.gradient_readers import filled_cells
 
 _MODULE_HOOKS = (
@@ -45,10 +44,13 @@ _OPAQUE = (type, ModuleType, CodeType, BuiltinFunctionType)
 _FRAMEWORKS = {"hybridtrain", "pytorch_lightning", "lightning", "lightning_fabric"}
 
 
-def parameters_rest(trainer: Any) -> bool:
-    """Whether nothing reads or writes parameters from the end of a step to the next mini-batch."""
+def parameters_rest(trainer: Any, tells: bool) -> bool:
+    """Whether nothing reads or writes parameters from the end of a step to the next mini-batch.
+
+    ``tells``: workers tell of the state of training when they are asked, for others to restart.
+    """
     module = trainer.lightning_module
-    if context_of(trainer).on_failure.tells:
+    if tells:
         return False  # a worker that awaits its release tells of a step that is not done
     if any(is_overridden(hook, module, parent=LightningModule) for hook in _MODULE_HOOKS):
         return False

@@ -18,10 +18,8 @@ from hybridtrain.engine.memory.scratch_file import Scratch, fill, read
 from hybridtrain.engine.step.worker_step import MASTERS, WorkerStep
 from hybridtrain.engine.updates.named import NamedUpdate
 from hybridtrain.engine.worker.client import Client
-from hybridtrain.lightning.checkpointing.checkpoint_content import restoring
+from hybridtrain.lightning.checkpointing.checkpoint_content import WORKERS, restoring
 from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_shapes, check_worker
-
-WORKERS = "workers"  # in an optimizer's saved state: what is each worker's own
 
 States = dict[int, dict[str, Any]]  # by worker
 

@@ -19,7 +19,8 @@ from torch.utils.weak import TensorWeakRef
 
 from hybridtrain.engine.memory import Layout, unpack
 from hybridtrain.engine.memory.store import tensor_of
-from hybridtrain.engine.protocol.messages import Average, Averaged, Row, Writes
+from hybridtrain.engine.protocol.messages import Average, Averaged, Clip, Row, Writes
+from hybridtrain.engine.scheme import Scheme
 from hybridtrain.engine.step.guard import Guard, OnFault
 from hybridtrain.engine.step.session import Trained, WorkerSession
 from hybridtrain.engine.step.shared_buffers import shared
@@ -27,42 +28,49 @@ from hybridtrain.engine.step.trained_parameters import ordered_parameters, spars
 from hybridtrain.engine.step.worker_step import StepParts, WorkerStep
 from hybridtrain.engine.updates import SavedOptimizer
 from hybridtrain.engine.updates.groups import puts_off, takes_sparse
-from hybridtrain.engine.worker.client import Client
 from hybridtrain.engine.worker.finite import FiniteCheck
 from hybridtrain.engine.worker.tickets import NotNeeded
-from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
+from hybridtrain.lightning.device_memory import DeviceUse
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
-from hybridtrain.lightning.preflight.strategy_checks import check_parameters, check_renormalised
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.foreign_steps import ForeignSteps
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, beside
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final, is_hooked
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.saved_states import SavedStates
+from hybridtrain.lightning.update_count import set_global_step
+from hybridtrain.lightning.worker_context import WorkerContext
 
 
 class Session(WorkerSession):
     """Moves the module into shared memory and its optimizers' steps to the server.
 
     Args:
-        client: to the server.
-        module: set up and on its device, under a trainer whose strategy says the rest.
+        worker: this one.
+        module: set up and on its device.
+        scheme: exchange, update, and what is done about gradients that are not finite.
+        transport: the type of gradients on their way; ``None``: their own.
+        use: of the device by this worker.
     """
 
     guard: GradientGuard
     _has_mean = False  # the gradients of this step are the mean of this host's
     _has_met = True  # and has begun no mini-batch since
 
-    def __init__(self, client: Client, module: LightningModule) -> None:
-        self._module = module
+    def __init__(
+        self,
+        worker: WorkerContext,
+        module: LightningModule,
+        scheme: Scheme,
+        transport: torch.dtype | None,
+        use: DeviceUse,
+    ) -> None:
+        self._module, self._worker, self._use = module, worker, use
         self.trainer: Trainer = module.trainer
-        context = context_of(self.trainer)
-        requirements, optimizers = context.requirements, context.optimizers
+        client, requirements = worker.client, worker.requirements
+        optimizers = self.trainer.optimizers
         self.written = writes_itself(module, optimizers, requirements.in_place)
         stepped = [NoOptimizer(module)] if self.written else list(optimizers)
-        check_parameters(module)  # again: configure_model may have made some
-        check_renormalised(module, requirements, client.n_workers)
         named = ordered_parameters(module, stepped)
         number_of = {id(p): number for number, (_, p) in enumerate(named)}
         alike = requirements.together if requirements.means_gradients else 1
@@ -74,40 +82,73 @@ class Session(WorkerSession):
         self.averages = shown or requirements.means_gradients
         # Its state follows from the mean, so each worker steps it with that, also without data.
         self._scaler = scaler_of(self.trainer)
-        automatic = module.automatic_optimization
-        self.scales = self._scaler is not None and self.averages and automatic
+        self._by_hand = self.averages and not module.automatic_optimization
+        self.scales = self._scaler is not None and self.averages and not self._by_hand
         self._broken_off = False  # this step's backward, which was forgiven
-        if requirements.backs_up:  # Lightning's, of a mini-batch that another worker has processed
-            warnings.filterwarnings("ignore", ".*training_step.*returned.*None")
-        behind = "on_train_batch_end", "on_before_zero_grad", "optimizer_step"
-        self._hooked_behind_step = is_hooked(module.trainer, *behind)
-        self._hooked_at_start = is_hooked(module.trainer, "on_train_batch_start")
+        self._look_at_hooks(requirements.backs_up)
         trained = Trained(
             named,
             stepped,
             shared(module) if joint else [],
             sparse_slots(module, stepped, number_of),
-            None if self.averages else context.transport,  # or the mean would be rounded, too
+            None if self.averages else transport,  # or the mean would be rounded, too
             unseen,
             self.averages,
             self.written,
         )
         self._foreign = ForeignSteps(module, named, stepped, requirements, client.n_workers)
-        on_fault = beside(context.on_fault, self.trainer)
-        super().__init__(client, trained, requirements, context.exchange, context.update, on_fault)
+        on_fault = beside(scheme.on_fault, self.trainer)
+        super().__init__(client, trained, requirements, scheme.exchange, scheme.update, on_fault)
         slots = self._store.layout.slots
         self._means = [self._store.mean(slot) for slot in slots] if self.averages else []
-        self._by_hand = self.averages and not module.automatic_optimization
         self._meant = Meant(self._parameters if self._by_hand else [])
 
+    def _look_at_hooks(self, backs_up: bool) -> None:
+        if backs_up:  # Lightning's, of a mini-batch that another worker has processed
+            warnings.filterwarnings("ignore", ".*training_step.*returned.*None")
+        behind = "on_train_batch_end", "on_before_zero_grad", "optimizer_step"
+        self._hooked_behind_step = is_hooked(self.trainer, *behind)
+        self._hooked_at_start = is_hooked(self.trainer, "on_train_batch_start")
+
+    def backward_and_average(self, proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """User code reads gradients: give all workers the mean after backward."""
+        proceed(*args, **kwargs)
+        if self.steps and not self.accumulates():
+            self.average()
+
+    def record_clip(
+        self,
+        proceed: Callable[..., None],
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: Any = "norm",
+    ) -> None:
+        """No user code reads gradients: let the server clip the mean."""
+        if clip_val and clip_val > 0:
+            algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
+            for step in self.steps:
+                step.clip_next(Clip(algorithm, float(clip_val)))
+
+    def measure_device(self) -> None:
+        """Measure this worker's need of its device."""
+        self._use.measure()
+
     def _make_guard(self, on_fault: OnFault, check: FiniteCheck, layout: Layout) -> Guard:
-        return GradientGuard(on_fault, check, layout, self.trainer)
+        return GradientGuard(
+            on_fault, check, layout, self.trainer, self._use, self._worker.collectives
+        )
 
     # ---- the beginning of training --------------------------------------------------------------
 
     def install(self) -> None:
         """Training begins: the server takes the optimizers over, with the state they have now."""
-        self.begin(self.trainer.global_step, last_version(self.trainer))
+        self.begin(self.trainer.global_step, self._last_version)
+
+    @property
+    def _last_version(self) -> int | None:
+        """The user's limit of updates, where Lightning's own counting would not keep it."""
+        limit = self.trainer.max_steps
+        return None if self._requirements.counts == "worker" or limit == -1 else limit
 
     def close(self) -> None:
         super().close()
@@ -137,7 +178,7 @@ class Session(WorkerSession):
             self.put_back()
 
     def _parts(self) -> StepParts:
-        wants, endless = self._requirements, last_version(self.trainer) is None
+        wants, endless = self._requirements, self._last_version is None
         counts = partial(set_global_step, self.trainer)
         ahead = wants.may_go_ahead and endless and self._trained.unseen
         return replace(
@@ -145,7 +186,7 @@ class Session(WorkerSession):
             manual=not self._module.automatic_optimization,
             released=(lambda version: None) if wants.whole_rounds else counts,
             complete=self.average_own,
-            goes_ahead=ahead and parameters_rest(self.trainer),
+            goes_ahead=ahead and parameters_rest(self.trainer, self._worker.on_failure.tells),
             endless=endless,
             nothing=do_nothing_closure,
         )
@@ -154,7 +195,7 @@ class Session(WorkerSession):
         """The user has put other optimizers into the trainer, in the same step of all workers."""
         self._optimizers = list(optimizers)
         numbers = self._install_optimizers(
-            max(step.version for step in self.steps), last_version(self.trainer)
+            max(step.version for step in self.steps), self._last_version
         )
         for optimizer, inside in zip(self._optimizers, numbers, strict=True):
             self.replica.admit(inside, takes_sparse(optimizer))

@@ -15,7 +15,8 @@ from hybridtrain import HybridStrategy
 from hybridtrain.engine.exchanges import Requirements, begin_policy, exchange_of
 from hybridtrain.engine.policies import make_policy
 from hybridtrain.engine.samplers import EpochPlan, Seeded
-from hybridtrain.lightning.async_training.expected_updates import batches_of, updates_of
+from hybridtrain.lightning.async_training.expected_updates import updates_of
+from hybridtrain.lightning.data.user_loaders import batches_of
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 

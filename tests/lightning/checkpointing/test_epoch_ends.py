@@ -24,13 +24,13 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.lightning.checkpointing.epoch_state import EpochEvent
 from hybridtrain.lightning.checkpointing.mid_epoch import (
     EpochEnds,
     EpochPosition,
     ResumedEpoch,
     SavedSchedules,
 )
-from hybridtrain.lightning.data.epoch_state import EpochEvent
 from tests.lightning.checkpointing.test_resume import same
 from tests.lightning.failover.counting import N, Scheduled
 from tests.lightning.failover.test_broken_off import (
@@ -415,7 +415,7 @@ def test_a_resumed_epoch_that_a_callback_had_cut_short_is_over(over: bool) -> No
     connector = SimpleNamespace(on_epoch_end=nothing)
     trainer = SimpleNamespace(fit_loop=fit_loop, _logger_connector=connector)
     position = EpochPosition(trainer)
-    EpochEnds(trainer, position)
+    EpochEnds(trainer, position, torch.device("cpu"))
     event = EpochEvent.RESUMES_AT_END if over else EpochEvent.RESUMES
     position.resume(ResumedEpoch(0, 3, [], event=event))
     if over:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition, ResumedEpoch
-from hybridtrain.lightning.data.epoch_state import (
+from hybridtrain.lightning.checkpointing.epoch_state import (
     RESUMED,
     TABLE,
     EpochEvent,
@@ -16,6 +15,7 @@ from hybridtrain.lightning.data.epoch_state import (
     is_in_end_hook,
     is_settled,
 )
+from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition, ResumedEpoch
 
 S, E = EpochState, EpochEvent
 

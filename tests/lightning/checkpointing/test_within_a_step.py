@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
 from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
-from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.run_context import strategy_of
 from tests.lightning.metamorphic import strategies
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
@@ -22,11 +22,10 @@ class LooksInEachStep(Regression):
 
     def optimizer_step(self, *args: Any, **options: Any) -> None:
         super().optimizer_step(*args, **options)
-        context: Any = context_of(self.trainer)
-        context.reports_progress = True
-        checkpoint = dump_at_once(self.trainer)
-        context.reports_progress = False
-        check_content(context._loaders.write(checkpoint, for_now=True), "a step", True)
+        strategy: Any = strategy_of(self.trainer)
+        with strategy.reporting_progress():
+            checkpoint = dump_at_once(self.trainer)
+        check_content(strategy._loaders.write(checkpoint, for_now=True), "a step", True)
 
 
 @pytest.mark.few(2)

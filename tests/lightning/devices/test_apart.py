@@ -100,8 +100,7 @@ def test_a_fused_optimizer_unscales_as_any_other() -> None:
 def make_ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Ahead]:
     """Makes one in the test's process."""
     monkeypatch.setattr(ahead_module, "leaves_transfer_alone", lambda trainer: True)
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=HERE))
-    return lambda: Ahead(CudaStreams(HERE), trainer)
+    return lambda: Ahead(CudaStreams(HERE), HERE, SimpleNamespace())
 
 
 @in_a_process_of_its_own

@@ -12,7 +12,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.engine.worker.device import KINDS
 from hybridtrain.engine.worker.device.cuda import CudaStreams
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
+from hybridtrain.lightning.device_memory import DeviceMemory, DeviceUse, out_of_memory
 from tests.lightning.toys import Regression, fit
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
@@ -64,11 +64,12 @@ def test_workers_are_held_to_their_shares(
 def told(monkeypatch: pytest.MonkeyPatch, memory: Any, **options: Any) -> str:
     """Of a worker on a GPU of 80 GiB."""
     strategy = HybridStrategy(**options)
-    monkeypatch.setattr(HybridStrategy, "root_device", torch.device("cuda:1"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 38 * 2**30)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
-    return out_of_memory(error, strategy)
+    memory, shared_by = strategy.device_memory, strategy.workers_per_device
+    use = DeviceUse(memory, torch.device("cuda:1"), shared_by, 0, "", torch.nn.Module())
+    return out_of_memory(error, use)
 
 
 def test_out_of_memory_names_what_there_is_and_what_takes_less(

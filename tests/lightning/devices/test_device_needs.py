@@ -12,7 +12,13 @@ import torch
 
 from hybridtrain.engine.worker.device import KINDS
 from hybridtrain.engine.worker.device.cuda import CudaStreams
-from hybridtrain.lightning.device_memory import DeviceMemory, DeviceNeeds, note_need, out_of_memory
+from hybridtrain.lightning.device_memory import (
+    DeviceMemory,
+    DeviceNeeds,
+    DeviceUse,
+    note_need,
+    out_of_memory,
+)
 from tests.lightning.toys import Regression
 from tests.standin.device import name_it
 from tests.standin.state import NAME, SETTINGS, state
@@ -72,18 +78,11 @@ def test_no_memory_is_measured_where_workers_have_no_devices() -> None:
 # ---- what is said --------------------------------------------------------------------------------
 
 
-def worker(memory: DeviceMemory, **also: Any) -> Any:
+def worker(memory: DeviceMemory) -> DeviceUse:
     """Worker 1 of four on two GPUs of 80 GiB, with 1 GiB of parameters."""
     parameter = SimpleNamespace(nbytes=GIB)
-    return SimpleNamespace(
-        root_device=torch.device("cuda:1"),
-        workers_per_device=2,
-        local_rank=1,
-        device_memory=memory,
-        precision_plugin=SimpleNamespace(precision="bf16-mixed"),
-        lightning_module=SimpleNamespace(parameters=lambda: [parameter]),
-        **also,
-    )
+    module: Any = SimpleNamespace(parameters=lambda: [parameter])
+    return DeviceUse(memory, torch.device("cuda:1"), 2, 1, "bf16-mixed", module)
 
 
 @pytest.fixture

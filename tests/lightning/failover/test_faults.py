@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import pytorch_lightning as pl
@@ -222,10 +223,10 @@ def test_a_gradient_scaler_sees_to_overflows_itself() -> None:
     layout = Layout.of([("a", torch.zeros(3))])
     store = Store(layout, 1, False)
     store.gradient(0, layout.slots[0])[1] = torch.inf
-    trainer = make_trainer("auto", 1)
+    trainer, use = make_trainer("auto", 1), Mock()
     for scaler, accepted in ((object(), True), (None, False)):
         trainer.precision_plugin.scaler = scaler  # type: ignore[attr-defined]
-        guard = GradientGuard(OnFault("drop"), FiniteCheck(store, 0), layout, trainer)
+        guard = GradientGuard(OnFault("drop"), FiniteCheck(store, 0), layout, trainer, use, Mock())
         if scaler is None:
             trainer.fit_loop.epoch_loop.batch_progress.current.ready = 1
             with pytest.warns(UserWarning, match=r"a \(1 of 3 .*; its gradient is left out"):

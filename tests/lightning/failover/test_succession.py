@@ -17,7 +17,7 @@ from pytorch_lightning.trainer.states import RunningStage
 from hybridtrain.engine.worker.surroundings import Listeners
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover
-from hybridtrain.lightning.results.logger_state import keep_rows
+from hybridtrain.lightning.states.logger_state import keep_rows
 from tests.lightning.toys import Regression, make_trainer
 
 
@@ -115,7 +115,9 @@ class Course:
         expected: Any = SimpleNamespace(limit=None)  # nobody has been told how many there will be
         absence: Any = SimpleNamespace(passed=False)  # each mini-batch counts
         self.trainer = trainer
-        self.count = UpdateCount(trainer, self.client, expected, absence)
+        requirements = trainer.strategy.requirements
+        worker: Any = SimpleNamespace(client=self.client, requirements=requirements)
+        self.count = UpdateCount(trainer, worker, expected, absence)
 
     def step(self, version: int) -> int | None:
         """A mini-batch whose release has this version; the step of its row, if there is one."""

@@ -38,7 +38,7 @@ def no_configuration() -> Iterator[None]:
 
 def about(policy: Any = "hybrid", **options: Any) -> dict[str, Any]:
     trainer: Any = make_trainer(policy, 2, **options)
-    found = about_this_host(trainer.strategy, trainer, {})
+    found = about_this_host(trainer.strategy.run_setup, trainer, {})
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -49,13 +49,13 @@ def test_equal_hosts_do_not_differ() -> None:
 
 def test_another_host_hears_in_what_host_0_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer: Any = make_trainer("hybrid", 2)
-    mine = about_this_host(trainer.strategy, trainer, {})
+    mine = about_this_host(trainer.strategy.run_setup, trainer, {})
     connection = Mock(about=mine | {"name": "far", "source": "x"})
     monkeypatch.setattr(joining, "dial", lambda *_: connection)
     monkeypatch.setattr(joining, "take_key", lambda *_: Meeting(Mock(), "far", 1))
     with (
         pytest.raises(UserError, match="host 0 does not fit: source is x on far"),
-        joining.joined(trainer, {}),
+        joining.joined(trainer.strategy.run_setup, trainer, {}),
     ):
         pass
     connection.close.assert_called_once()
@@ -97,7 +97,7 @@ def test_trainers_models_and_data_are_compared() -> None:
         model = torch.nn.Linear(width, 1)
         loader = DataLoader(TensorDataset(torch.zeros(samples, 2)))
         given = {"model": model, "train_dataloaders": {"a": [loader]}, "val_dataloaders": loader}
-        return about_this_host(trainer.strategy, trainer, given) | {"name": "far"}
+        return about_this_host(trainer.strategy.run_setup, trainer, given) | {"name": "far"}
 
     assert differences(seen(), seen()) is None
     for other, match in (

@@ -251,8 +251,8 @@ def test_what_is_no_name_of_a_host_is_an_error_of_the_address(name: str) -> None
 def test_a_greeting_has_room_for_any_number_of_hyperparameters() -> None:
     module = Net()
     module.save_hyperparameters({f"number_{n}": n for n in range(5000)})
-    trainer = make_trainer(HybridStrategy(), 1)
-    about = about_this_host(trainer.strategy, trainer, {"model": module})  # type: ignore[arg-type]
+    trainer: Any = make_trainer(HybridStrategy(), 1)
+    about = about_this_host(trainer.strategy.run_setup, trainer, {"model": module})
     assert [*about["model"]] == ["the digest of 5002 entries"]
 
 

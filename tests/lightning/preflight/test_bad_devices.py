@@ -26,14 +26,14 @@ LARGE, SMALL, OLD = Gpu(80 * 2**30, 9), Gpu(24 * 2**30, 8), Gpu(80 * 2**30, 7)
 
 def told(n: int, batch_sizes: Any = None, precision: str = "32-true") -> list[str]:
     """What is said of the first n devices."""
-    strategy = SimpleNamespace(
-        parallel_devices=[torch.device("cuda", number) for number in range(n)],
-        data_options={"batch_size_per_worker": batch_sizes},
-        precision_plugin=SimpleNamespace(precision=precision),
+    setup: Any = SimpleNamespace(
+        devices=[torch.device("cuda", number) for number in range(n)],
+        options={"batch_size_per_worker": batch_sizes},
+        precision=precision,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        machine_checks.check_devices(strategy)
+        machine_checks.check_devices(setup)
     return [str(each.message) for each in caught]
 
 

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from hybridtrain.lightning.results.callback_state import give_to_module, of_module
+from hybridtrain.lightning.states.callback_state import give_to_module, of_module
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
 

@@ -18,7 +18,7 @@ from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain.lightning.results.logger_state import give_to_logger, logs_open, of_logger
+from hybridtrain.lightning.states.logger_state import give_to_logger, logs_open, of_logger
 from tests.lightning.toys import Regression, make_trainer
 
 SAMPLES, BATCH = 24, 12  # of all workers together

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning.results import held_objects
+from hybridtrain.lightning.states import held_objects
 from tests.lightning.spawnable import adam
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default

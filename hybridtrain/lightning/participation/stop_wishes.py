@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridtrain.engine.step.session import WorkerSession
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.hooks.loop_hooks import has_trained_epoch, may_stop_early
-from hybridtrain.lightning.run_context import context_of
 
 
 class OthersStop(Exception):
@@ -31,6 +31,11 @@ class Stopping:
     def __init__(self, trainer: Any, client: Client, whole_rounds: bool) -> None:
         self._trainer, self._client, self._whole_rounds = trainer, client, whole_rounds
         self._told = False
+        self._session: WorkerSession | None = None
+
+    def begin(self, session: WorkerSession) -> None:
+        """Training begins."""
+        self._session = session
 
     def begin_batch(self) -> None:
         """Before a mini-batch.
@@ -53,7 +58,7 @@ class Stopping:
     @property
     def _version(self) -> int:
         """In lock-step that of the last answer taken over: when an answer comes goes by clocks."""
-        session = context_of(self._trainer).session
+        session = self._session
         steps = () if session is None or not self._whole_rounds else session.steps
         taken = [step.answered for step in steps if step.answered is not None]
         return min([self._client.version, *taken])

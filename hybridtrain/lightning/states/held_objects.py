@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hybridtrain.engine.step.shared_buffers import lies_apart
 from hybridtrain.lightning.hooks.trainer_hooks import HOW_IT_STEPS, WRITER
-from hybridtrain.lightning.results.plain_data import (
+from hybridtrain.lightning.states.plain_data import (
     ATOMS,
     DICTS,
     LIGHTNING,

@@ -14,7 +14,6 @@ import pytorch_lightning as pl
 
 from hybridtrain.engine.updates.groups import Groups, plain
 from hybridtrain.lightning.hooks.trainer_hooks import step_scheduler
-from hybridtrain.lightning.run_context import context_of
 
 Schedules = tuple[list[dict[str, Any]], list[Groups]]
 
@@ -34,12 +33,6 @@ def _counts(trainer: pl.Trainer) -> Any:
     if trainer.lightning_module.automatic_optimization:
         return loop.automatic_optimization.optim_progress.optimizer.step
     return loop.manual_optimization.optim_step_progress
-
-
-def last_version(trainer: Any) -> int | None:
-    """The user's limit of updates, where Lightning's own counting would not keep it."""
-    exact = context_of(trainer).requirements.counts == "worker" or trainer.max_steps == -1
-    return None if exact else int(trainer.max_steps)
 
 
 def lift_dev_run_limit(trainer: Any) -> None:

@@ -2,7 +2,7 @@
 
 Under DDP rank 0 is the calling process, so a callback's list of losses is there after ``fit``. Here
 worker 0 sends it: plain data, what the objects that were there before hold
-(:mod:`hybridtrain.lightning.results.held_objects`), and states by ``state_dict``. Other attributes
+(:mod:`hybridtrain.lightning.states.held_objects`), and states by ``state_dict``. Other attributes
 (a file, a progress bar) stay as they were.
 """
 
@@ -21,12 +21,12 @@ from pytorch_lightning.utilities.parsing import lightning_getattr, lightning_set
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.lightning.hooks.trainer_hooks import DECIDED, searched_attribute
-from hybridtrain.lightning.results.held_objects import (
+from hybridtrain.lightning.states.held_objects import (
     HeldObjects,
     is_own,
     set_attributes,
 )
-from hybridtrain.lightning.results.plain_data import (
+from hybridtrain.lightning.states.plain_data import (
     LIGHTNING,
     Refer,
     attributes_of,

@@ -26,8 +26,8 @@ from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import WRITER, set_writer, writer_of
-from hybridtrain.lightning.results.held_objects import HeldObjects, set_attributes
-from hybridtrain.lightning.results.plain_data import Refer, attributes_of, nothing_held
+from hybridtrain.lightning.states.held_objects import HeldObjects, set_attributes
+from hybridtrain.lightning.states.plain_data import Refer, attributes_of, nothing_held
 from hybridtrain.util.files import read_text, write_whole
 
 Row = dict[str, Any]

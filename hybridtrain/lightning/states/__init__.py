@@ -1,0 +1,1 @@
+"""Callbacks, modules and loggers as data that another process can take over."""
