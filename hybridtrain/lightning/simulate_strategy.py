@@ -51,17 +51,13 @@ def simulate_strategy(
     Args:
         policy: as for :class:`hybridtrain.HybridStrategy`, or a strategy's name.
         workers: W.
-        exchange: as for :class:`hybridtrain.HybridStrategy`; with a module.
-        update: likewise.
-        correction: likewise.
+        exchange: with a module, as for the strategy; so ``update`` and ``correction``.
         module: a LightningModule, of which a copy is trained; ``None``: only time passes.
-        data: its LightningDataModule or dataloader, unless it has one.
-        epochs: passes over the data, with a module.
-        times: of a mini-batch, in virtual seconds: a :class:`hybridtrain.virtual.ServiceTimes`,
-            each worker's own, or a recorded run.
+        data: its LightningDataModule or dataloader, unless it has one; for so many ``epochs``.
+        times: of a mini-batch: :class:`hybridtrain.virtual.ServiceTimes`, each worker's, or a run.
         batch_size: samples of a mini-batch, without a module.
         mini_batches: of all workers, in place of epochs; without a module 20,000.
-        seconds: of virtual time, in place of epochs or mini-batches.
+        seconds: of virtual time, likewise.
         seed: of the times, and of the order of samples.
         svg: where to draw when workers computed and waited.
 
