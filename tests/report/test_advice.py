@@ -69,8 +69,8 @@ def recorded(
 
 def figures(command: str, path: Path) -> list[dict[str, Any]]:
     """The rows of a simulation that is asked for on a command line."""
-    python, flag, module, *arguments = shlex.split(command)
-    assert (python, flag, module) == ("python", "-m", "hybridtrain", "simulate")
+    python, flag, module, name, *arguments = shlex.split(command)
+    assert (python, flag, module, name) == ("python", "-m", "hybridtrain", "simulate")
     out = path / "out.json"
     assert main([*arguments, f"json={out}"]) == 0
     rows: list[dict[str, Any]] = json.loads(out.read_text())
