@@ -2,8 +2,8 @@
 
 ``import hybridtrain`` must be enough for ``Trainer(strategy="hybrid")``, and must stay quick: even
 ``--help`` and tab completion import it, and Lightning and torch take seconds. Where Lightning is
-not imported yet, a finder registers the strategies after its import. A strategy's own modules are
-imported when a trainer asks for it by name.
+not imported yet, a finder registers the strategies after its import, and only then reads their
+names. A strategy's own modules are imported when a trainer asks for it by name.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hybridtrain.engine.options.schemes import SCHEMES, parts_of
 from hybridtrain.lightning_package import PACKAGES, admit, decide, refuse_malicious, refuse_mixture
-
-NAMES = (
-    *("hybrid", "async", "synchronous", "backup", "k_async", "k_batch_sync", "k_batch_async"),
-    *("softsync", "ssp", "grace", "switch", "hogwild", *SCHEMES, "sandblaster"),
-)
 
 
 def register_strategies() -> None:
@@ -37,8 +31,11 @@ def register_strategies() -> None:
 
 
 def _register(package: str) -> None:
+    from hybridtrain.engine.options.schemes import parts_of
+    from hybridtrain.engine.policies import STRATEGIES
+
     registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
-    for name in NAMES:
+    for name in STRATEGIES:
         if name not in registry:
             registry.register(name, partial(_made, package), **parts_of(name))
     loaded = sys.modules.get("hybridtrain.lightning.strategy")

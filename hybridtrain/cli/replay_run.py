@@ -23,7 +23,7 @@ from hybridtrain.cli.run import Parts, build, hash_of_checkpoint
 from hybridtrain.cli.telemetry.summary import metrics_of
 from hybridtrain.engine.recording import Record
 from hybridtrain.engine.recording.replayer import Replayed
-from hybridtrain.engine.recording.run_description import changed_code, changed_versions
+from hybridtrain.engine.recording.run_description import changes, refuse_changes
 from hybridtrain.engine.server.timeline import Timeline
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.replay_fit import hybrid_strategy_of, rehearse_fit, replay_fit
@@ -208,9 +208,7 @@ def check_same(record: Record, anyway: bool = False) -> None:
         UserError: naming the changes, and the option to replay nevertheless.
     """
     told = own(record)
-    found = [*changed_code(record), *changed_versions(record), *_changed_inputs(told)]
-    if found and not anyway:
-        raise UserError(f"{'; '.join(found)}; to replay it nevertheless, say anyway=true")
+    refuse_changes([*changes(record), *_changed_inputs(told)], anyway)
 
 
 def _changed_inputs(told: Mapping[str, Any]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import zipfile
 from collections.abc import Mapping
@@ -15,8 +14,9 @@ import torch
 from hybridtrain.engine.exchanges import Exchange
 from hybridtrain.engine.updates.named import NamedUpdate
 from hybridtrain.errors import UserError
-from hybridtrain.util.files import fault_of, open_input, reason_of, seal, write_whole
+from hybridtrain.util.files import fault_of, open_input, reason_of, write_whole
 from hybridtrain.util.option_types import EACH, Count, misfit, shown
+from hybridtrain.util.torch_file import serialized
 
 _CONTENT = {
     **dict.fromkeys(("updates", "epochs"), Count),
@@ -48,12 +48,7 @@ class SavedRun:
         Raises:
             UserError: if it cannot be written.
         """
-        from torch.utils.serialization import config
-
-        content = io.BytesIO()
-        with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
-            torch.save(asdict(self), content)
-        seal(content)
+        content = serialized(asdict(self))
         try:
             write_whole(Path(path), content.getbuffer())
         except OSError as error:

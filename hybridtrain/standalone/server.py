@@ -18,14 +18,14 @@ from hybridtrain.engine import scheme
 from hybridtrain.engine.exchanges import Exchange, evaluates, exchange_of
 from hybridtrain.engine.memory.limits import available_bytes
 from hybridtrain.engine.monitoring.watchdog import SlowReport, to_stderr
-from hybridtrain.engine.options.schemes import SCHEMES, parts_of
+from hybridtrain.engine.options.schemes import parts_of
 from hybridtrain.engine.options.strategy_arguments import (
     DEFAULTS,
     SchemeArguments,
     checked,
     unknown,
 )
-from hybridtrain.engine.policies import POLICIES, make_policy
+from hybridtrain.engine.policies import STRATEGIES, make_policy
 from hybridtrain.engine.recording import find_record, read_record
 from hybridtrain.engine.recording.recorder import Stamp
 from hybridtrain.engine.recording.replayer import Replayed, Replayer
@@ -110,7 +110,7 @@ class Server(Scheme):
         optimizer: Named | Callable[..., torch.optim.Optimizer] | None = None,
         **options: Unpack[SchemeArguments],
     ) -> None:
-        check_names("strategy=", [strategy], [*POLICIES, *SCHEMES])
+        check_names("strategy=", [strategy], STRATEGIES)
         for name in options:
             if name not in hints(SchemeArguments):
                 alien = f"{name} was given, an option of HybridStrategy that has no meaning here"

@@ -24,7 +24,7 @@ from hybridtrain.engine.protocol.messages import (
     Ticket,
     Visits,
 )
-from hybridtrain.engine.protocol.spans import positions, shares_of, total
+from hybridtrain.engine.protocol.spans import positions, shares_of
 from hybridtrain.engine.server.server import ParameterServer
 from hybridtrain.engine.updates.groups import Groups, Members, merged
 from hybridtrain.engine.updates.named import NamedUpdate
@@ -120,6 +120,7 @@ class EpochSource:
         self._deals_anew = True
         self._whole, self._places = 0, dict[int, list[int]]()
         self._epoch = 0
+        self._asks = self._requests()
         self._step = [0] * len(table.sizes)  # of each worker, in the epoch
         self._ended: set[int] = set()  # workers without mini-batches left in the epoch
         own = server.requirements.schedules_own_steps
@@ -158,24 +159,26 @@ class EpochSource:
         return sum(own), dict(zip(there, shares_of(own), strict=True))
 
     def _draw(self, worker: int) -> Push | None:
-        table, lap = self._task.timetable, LoaderPass(0, self._epoch)
-        ask = Draw(
-            lap, ((0, table.length),), table.length, table.sizes, table.drop_last,
-            begins=self._step[worker] == 0, batches_per_turn=int(self._turns), visits=self._visits,
-        )  # fmt: skip
+        ask = self._asks[self._step[worker] > 0]
         ((_, ticket),) = self._server.on(Received(worker, ask))
         assert isinstance(ticket, Ticket), ticket
         self._step[worker] += 1
-        n_drawn = total(ticket.spans)
-        if n_drawn < table.sizes[worker]:
+        own = list(positions(ticket.spans))
+        if len(own) < ask.sizes[worker]:
             self._ended.add(worker)  # as loaders do
-        if not n_drawn:
-            return None
-        push = self._study(worker, list(positions(ticket.spans)))
-        return replace(push, covers=(DrawnBatch(lap, ticket.spans),))
+        return self._study(worker, own, (DrawnBatch(ask.lap, ticket.spans),)) if own else None
 
-    def _study(self, worker: int, own: Sequence[int]) -> Push:
-        return GradientPush(0, self._task.study(worker, self._epoch, own))
+    def _requests(self) -> tuple[Draw, Draw]:
+        """For a worker's first mini-batch of the epoch, and for the next ones."""
+        table = self._task.timetable
+        first = Draw(
+            LoaderPass(0, self._epoch), ((0, table.length),), table.length, table.sizes,
+            table.drop_last, begins=True, batches_per_turn=int(self._turns), visits=self._visits,
+        )  # fmt: skip
+        return first, replace(first, begins=False)
+
+    def _study(self, worker: int, own: Sequence[int], covers: tuple[DrawnBatch, ...] = ()) -> Push:
+        return GradientPush(0, self._task.study(worker, self._epoch, own), covers=covers)
 
     # ---- epochs ---------------------------------------------------------------------------------
 
@@ -187,6 +190,7 @@ class EpochSource:
     def meet(self) -> None:
         """All workers have ended the epoch."""
         self._epoch += 1
+        self._asks = self._requests()
         self._step = [0] * len(self._step)
         self._ended.clear()
         for worker, own in enumerate(self._own):

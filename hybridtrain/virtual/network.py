@@ -24,6 +24,7 @@ from typing import Annotated
 from hybridtrain.engine.memory.layout import FAR_BYTES
 from hybridtrain.engine.protocol.messages import Visits
 from hybridtrain.util.option_types import Checked, Natural, NotNegative, Positive, Range
+from hybridtrain.virtual.contention import NO_CONTENTION, Contention
 from hybridtrain.virtual.script import Script
 
 INWARDS, OUTWARDS = 0, 1
@@ -41,6 +42,7 @@ class Network(Checked):
         bandwidth: bytes per second of each worker's link, or of each host's.
         server_bandwidth: bytes per second of the server's link, shared by all.
         size_bytes: of a gradient, and of the parameters.
+        row_bytes: of a contribution, if it is encoded.
         hosts: each with as many workers; 1: each worker is a host of its own, and so is the server.
 
     Raises:
@@ -52,18 +54,22 @@ class Network(Checked):
     server_bandwidth: Bandwidth = math.inf
     size_bytes: Natural = 0
     hosts: Positive = 1
+    row_bytes: Natural | None = None
     prefix = "network."
 
 
 class Links:
     """The equal links between the workers and the server.
 
-    ``loaded_s``: time of a gradient on a worker's link.
+    ``loaded_s``: time of the parameters on a worker's link; ``row_s``: of a contribution, which
+    has ``row_bytes``.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.loaded_s = self.own_s(network.size_bytes)
+        size, row = network.size_bytes, network.row_bytes
+        self.row_bytes = size if row is None else row
+        self.loaded_s, self.row_s = self.own_s(size), self.own_s(self.row_bytes)
         self._central = Queue(network.server_bandwidth)
         self._inside: set[int] = set()  # workers whose gradient passes a queue
 
@@ -190,6 +196,7 @@ class Conditions(Checked):
     processes. ``update_s``: duration of an update in seconds; messages that arrive meanwhile wait.
     ``foresight``: a time window in which nothing more will arrive ends at the last arrival, as the
     literature assumes (Liu et al. 2024). ``visits``: workers draw from shards of the data.
+    ``contention``: how much longer workers take that begin together.
 
     Raises:
         UserError: if ``update_s`` is negative or infinite.
@@ -201,3 +208,4 @@ class Conditions(Checked):
     update_s: NotNegative = 0.0
     foresight: bool = False
     visits: Visits | None = None
+    contention: Contention = NO_CONTENTION

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.files import read_text
@@ -21,6 +21,14 @@ from hybridtrain.util.option_types import Above0, check
 from hybridtrain.util.tables import read_table, whole_number
 
 Draw = Callable[[], float]
+
+
+class TimeSource(Protocol):
+    """Knows how long each worker's contributions take."""
+
+    def stream(self, worker: int, seed: int) -> Draw:
+        """Draws the worker's times, in seconds."""
+
 
 # The parameter of each distribution beside its mean, with its default.
 SHAPES: dict[str, tuple[str, float]] = {

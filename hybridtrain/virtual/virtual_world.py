@@ -44,13 +44,12 @@ from hybridtrain.engine.server.timeline import Timeline
 from hybridtrain.engine.updates.named import NamedUpdate
 from hybridtrain.engine.updates.staleness import Correction
 from hybridtrain.errors import UserError
+from hybridtrain.virtual.curve import Curve
 from hybridtrain.virtual.epoch_source import register_workers
 from hybridtrain.virtual.network import Conditions, HostLinks, Links
 from hybridtrain.virtual.script import Dies, Joins
-from hybridtrain.virtual.service_times import Times
+from hybridtrain.virtual.service_times import TimeSource
 from hybridtrain.virtual.training_task import MakeOptimizer, Task, Untrained
-
-Point = tuple[float, float, float]  # time, figure, bytes
 
 
 class MessageArrival(NamedTuple):
@@ -88,47 +87,6 @@ class BusyServer:
 # worker's, so that they come first; ends of updates the least.
 Due = tuple[float, int, int, Push | MessageArrival | Dies | Joins | Free]
 A_SERVER = -sys.maxsize
-
-
-@dataclass
-class Curve:
-    """A curve of means over equally many values; neighbours are merged when there are too many.
-
-    Args:
-        most: largest number of points.
-    """
-
-    most: int = 200
-    _per_point: int = 1
-    _sums: list[Point] = field(default_factory=list)  # of whole points
-    _open: tuple[int, Point] = (0, (0.0, 0.0, 0.0))  # number of values of the last point, and sums
-
-    def add(self, at_s: float, value: float, n_bytes: float = 0.0) -> None:
-        """Add the next value; times and bytes do not decrease."""
-        n, sums = self._open
-        self._open = n + 1, (sums[0] + at_s, sums[1] + value, sums[2] + n_bytes)
-        if n + 1 == self._per_point:
-            self._sums.append(self._open[1])
-            self._open = 0, (0.0, 0.0, 0.0)
-        if len(self._sums) == self.most:
-            pairs = zip(self._sums[::2], self._sums[1::2], strict=True)
-            self._sums = [(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs]
-            self._per_point *= 2
-
-    def _means(self) -> list[Point]:
-        n, sums = self._open
-        found = [(self._per_point, each) for each in self._sums]
-        if n and (not found or 2 * n >= self._per_point):  # fewer would be noise
-            found.append((n, sums))
-        return [(t / count, v / count, b / count) for count, (t, v, b) in found]
-
-    def points(self) -> list[tuple[float, float]]:
-        """(mean time, mean value); the last may have fewer values, but at least half."""
-        return [(at_s, value) for at_s, value, _ in self._means()]
-
-    def over_bytes(self) -> list[tuple[float, float]]:
-        """(mean bytes, mean value), in the same way."""
-        return [(n_bytes, value) for _, value, n_bytes in self._means()]
 
 
 class ComputingOn:
@@ -201,7 +159,7 @@ class VirtualWorld:
         self,
         policy: Policy,
         n_workers: int,
-        times: Times,
+        times: TimeSource,
         batch_size: int = 1,
         seed: int = 0,
         task: Task | None = None,
@@ -251,9 +209,13 @@ class VirtualWorld:
     def _start(self, n_workers: int) -> None:
         """All workers but the absent ones begin to compute at time 0."""
         self._doing = [0] * n_workers  # number of the worker's activity
+        self._begun, self._factors = 0, 0.0  # mini-batches, and the sum of their contention
+        self._n_met = n_workers  # in the last meeting; they begin together
+        self._together = 0  # that begin now, if not those that the server releases
+        self._factor = self._under.contention.longer(n_workers)
         self._version = 0  # updates that the server has completed
         self._busy: BusyServer | None = None  # while it makes an update
-        self._update_s = self._under.update_s
+        self.update_s = self._under.update_s
         self._interrupts = self._under.interrupt and self.server.requirements.drops_late
         self._on_its_own = ComputingOn()
         self._met: Gathered | None = None  # the result of the last meeting
@@ -277,6 +239,11 @@ class VirtualWorld:
     def parameters(self) -> list[torch.Tensor]:
         """Copies of the current masters."""
         return [] if self._replicas is None else self._replicas.masters()
+
+    @property
+    def mean_contention(self) -> float:
+        """Times as long as drawn that an ordinary worker's mini-batches took."""
+        return self._factors / self._begun
 
     # ---- time -----------------------------------------------------------------------------------
 
@@ -438,16 +405,18 @@ class VirtualWorld:
 
     def _compute(self, worker: int, begin_s: float, push: Push) -> None:
         """The worker computes from ``begin_s`` on."""
-        work_s = self._draws[worker]()
+        work_s = self._draws[worker]() * self._under.contention.of(worker, self._factor)
+        self._begun += 1
+        self._factors += self._factor
         end_s = begin_s + work_s
         if worker in self._finish:
             end_s = self._finish[worker](begin_s, work_s)
-        loaded_s = 0.0 if self._varies else self.links.loaded_s  # else counted when it pushes
-        self.network_s += begin_s - self.now_s + loaded_s
+        row_s = 0.0 if self._varies else self.links.row_s  # else counted when it pushes
+        self.network_s += begin_s - self.now_s + row_s
         if self._interrupts:
             self._read[worker] = self._version
         number = self._doing[worker] = self._doing[worker] + 1
-        at_s = end_s + self.links.loaded_s if self._direct else end_s
+        at_s = end_s + self.links.row_s if self._direct else end_s
         heapq.heappush(self._due, (at_s, worker, number, push))
 
     def _end_mini_batch(self, worker: int, push: Push) -> None:
@@ -496,7 +465,7 @@ class VirtualWorld:
 
     def _bytes_of(self, push: Push) -> int:
         if self._replicas is None or not self._varies:
-            return self._under.network.size_bytes
+            return self.links.row_bytes
         return self._replicas.bytes_of(push)
 
     def _arrive(self, worker: int, said: Push | Begin | Gather) -> None:
@@ -524,7 +493,7 @@ class VirtualWorld:
             return self.now_s
         told_s, version = self._handling
         made = self.server.statistics.version - version
-        return self.now_s + made * self._update_s if made else told_s
+        return self.now_s + made * self.update_s if made else told_s
 
     def _on(self, event: Event) -> None:
         """The server handles the event, now or when it has made its update."""
@@ -536,11 +505,12 @@ class VirtualWorld:
     def _handle(self, event: Event, told_s: float) -> None:
         """The server handles the event, and sends its replies when it has made the updates."""
         server, self._heard_s = self.server, self.now_s
+        self._together = self._n_met if isinstance(event, Admitted) else 0
         before = server.statistics.version
-        self._handling = (told_s, before) if self._update_s else None
+        self._handling = (told_s, before) if self.update_s else None
         replies = server.on(event)
         self._handling = None
-        end_s = self.now_s + self._update_s * (server.statistics.version - before)
+        end_s = self.now_s + self.update_s * (server.statistics.version - before)
         if end_s == self.now_s:
             self._answer(replies)
             return
@@ -568,6 +538,8 @@ class VirtualWorld:
     def _answer(self, replies: Replies) -> None:
         """Send the server's replies."""
         self._version = self.server.statistics.version
+        if replies:
+            self._factor = self._under.contention.longer(self._together or len(replies))
         for worker, reply in replies:
             if isinstance(reply, Released):
                 self._released(worker)
@@ -579,7 +551,7 @@ class VirtualWorld:
     def _gathered(self, worker: int, reply: Gathered) -> None:
         """All workers have met; the worker begins the next epoch with the newest parameters."""
         if self._source is not None and reply is not self._met:
-            self._met = reply
+            self._met, self._n_met = reply, len(reply.workers)
             self._source.meet()
             self.epochs += 1
         self._on(Admitted(worker))

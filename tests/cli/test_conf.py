@@ -37,12 +37,12 @@ from hybridtrain.cli.validation.config_checks import (
 )
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.engine.exchanges import exchange_of, make_exchange
-from hybridtrain.engine.options.schemes import SCHEMES
-from hybridtrain.engine.policies import POLICIES, make_policy
+from hybridtrain.engine.options.schemes import SCHEMES, parts_of
+from hybridtrain.engine.policies import POLICIES, STRATEGIES, make_policy
 from hybridtrain.engine.updates.named import update_of
 from hybridtrain.errors import UserError
-from hybridtrain.registration import NAMES
 from hybridtrain.util.option_types import check, hints
+from hybridtrain.util.own_parts import identity
 from tests.cli import option_tables
 from tests.cli.reference_tables import COMMANDS, command_options, conf_file
 
@@ -208,16 +208,17 @@ def test_every_policy_has_a_row_and_every_row_a_policy() -> None:
     assert set(POLICIES) == set(groups()["strategy"]) - {"ddp", *SCHEMES}
     for name in POLICIES:
         given = compose_config([f"strategy={name}", "++run_dir=somewhere"]).strategy.policy
-        options = {} if isinstance(given, str) else dict(given)
+        options = {} if isinstance(given, str) else plain(given)
         assert options.pop("name", given) == name
-        assert set(options) == set(inspect.signature(POLICIES[name]).parameters)
+        taken = inspect.signature(POLICIES[name]).parameters
+        assert options == {key: parameter.default for key, parameter in taken.items()}
 
 
 def test_every_row_is_a_name_for_lightnings_trainer() -> None:
-    assert {*NAMES, "ddp"} == set(groups()["strategy"])
+    assert {*STRATEGIES, "ddp"} == set(groups()["strategy"])
     assert pl.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False).world_size == 2
-    for name in NAMES:
-        parts = SCHEMES.get(name, {"policy": name})
+    for name in STRATEGIES:
+        parts = parts_of(name)
         trainer = pl.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
         assert type(trainer.strategy.policy) is type(make_policy(parts["policy"]))
         expected = exchange_of(make_policy(parts["policy"]), parts.get("exchange"))
@@ -237,12 +238,15 @@ def plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if isinstance(value, DictConfig) else value
 
 
-def test_every_scheme_is_the_same_from_the_command_line_and_by_its_name() -> None:
-    for name, parts in SCHEMES.items():
+def test_every_strategy_is_the_same_from_the_command_line_and_by_its_name() -> None:
+    for name in STRATEGIES:
+        parts = parts_of(name)
         row = compose_config([f"strategy={name}", "++run_dir=somewhere"]).strategy
-        assert make_policy(plain(row.policy)) == make_policy(parts["policy"])
-        exchange = make_exchange(parts["exchange"])
-        assert make_exchange(plain(row.exchange)) == exchange
+        policy = make_policy(plain(row.policy))
+        assert identity(policy) == identity(make_policy(parts["policy"]))
+        exchange = exchange_of(policy, parts.get("exchange"))
+        assert exchange_of(policy, plain(row.exchange)) == exchange
+        assert (row.correction is None) == (name != "softsync")  # docs/strategies.md says why
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
         updates = plain(row["update"]), parts.get("update")
         one, other = (update_of(exchange, each).over(optimizer) for each in updates)
@@ -328,7 +332,6 @@ def test_an_import_brings_next_to_nothing_along() -> None:
     found = {name.partition(".")[2] for name in done.stdout.split()}
     assert found == {
         *("errors", "lightning_package", "registration"),
-        *("engine", "engine.options", "engine.options.schemes"),
     }
 
 

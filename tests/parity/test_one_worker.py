@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridtrain.registration import NAMES
+from hybridtrain.engine.policies import STRATEGIES
 from tests.parity.case import Case
 from tests.parity.cases import CASES
 from tests.parity.harness import Harness
@@ -21,7 +21,7 @@ BY_DEFAULT = {
 
 
 def test_every_strategy_makes_a_claim() -> None:
-    assert CLAIMS.keys() >= set(NAMES) - {"switch"}  # it is one policy, then another
+    assert CLAIMS.keys() >= set(STRATEGIES) - {"switch"}  # it is one policy, then another
     assert {case for case, _ in BY_DEFAULT} <= CASES.keys()
 
 

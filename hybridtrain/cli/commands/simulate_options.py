@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from hybridtrain.engine.exchanges import Requirements, make_exchange
 from hybridtrain.engine.options.schemes import SCHEMES
-from hybridtrain.engine.policies import POLICIES, make_policy
+from hybridtrain.engine.policies import STRATEGIES, make_policy
 from hybridtrain.engine.protocol.messages import Visits
 from hybridtrain.engine.recording import service_times
 from hybridtrain.engine.recording.observed import Observed, observe
@@ -175,10 +175,9 @@ def strategy_spec(text: str) -> StrategySpec:
         make_policy(given)
         return StrategySpec(spelled(given), given)
     name, options = (given, {}) if isinstance(given, str) else (given["name"], given)
-    if name not in (known := SCHEMES.keys() | POLICIES.keys()):
-        raise UserError(
-            f"strategy={text} was given{hint(name, known)}; known are {', '.join(sorted(known))}"
-        )
+    if name not in STRATEGIES:
+        known = ", ".join(sorted(STRATEGIES))
+        raise UserError(f"strategy={text} was given{hint(name, STRATEGIES)}; known are {known}")
     if name not in SCHEMES:
         make_policy(given)
         return StrategySpec(text, given)

@@ -1,7 +1,4 @@
-"""Names of strategies that set an exchange and an update besides the policy.
-
-Plain data that imports nothing, as ``import hybridtrain`` reads it.
-"""
+"""Names of strategies that set an exchange and an update besides the policy."""
 
 from __future__ import annotations
 

@@ -17,7 +17,13 @@ from hybridtrain.engine.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.engine.policies.first_k import Deadline, FirstK, Softsync
 from hybridtrain.engine.policies.grace import Grace
 from hybridtrain.engine.policies.policy import Needs, Policy
-from hybridtrain.engine.policies.registry import POLICIES, Spec, check_no_scheme, make_policy
+from hybridtrain.engine.policies.registry import (
+    POLICIES,
+    STRATEGIES,
+    Spec,
+    check_no_scheme,
+    make_policy,
+)
 from hybridtrain.engine.policies.switch import Switch
 from hybridtrain.engine.protocol.facts import (
     Accumulate,
@@ -38,6 +44,7 @@ from hybridtrain.engine.protocol.facts import (
 
 __all__ = [
     "POLICIES",
+    "STRATEGIES",
     "Accumulate",
     "Apply",
     "Began",

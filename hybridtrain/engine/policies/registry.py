@@ -88,6 +88,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "sandblaster": WholePass,
     "switch": switch,
 }
+STRATEGIES = (*POLICIES, *SCHEMES)  # the names for a trainer
 
 
 def check_no_scheme(what: str, given: Any) -> None:

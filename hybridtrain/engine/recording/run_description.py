@@ -12,7 +12,7 @@ import random
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
@@ -201,28 +201,23 @@ def _hash_of_package() -> str:
     return found.hexdigest()[:_DIGITS]
 
 
-def changed_code(record: Record) -> list[str]:
-    """Source files that have changed since the run."""
-    then: Mapping[str, str] = record.header["code"]
-    found = []
-    for name, before in then.items():
-        if (now := hash_now(name)) != before:
+def changes(record: Record) -> list[str]:
+    """Source files and versions that have changed since the run."""
+    found, now = list[str](), versions()
+    for name, before in record.header["code"].items():
+        if (here := hash_now(name)) != before:
             what = "the package hybridtrain" if name == "hybridtrain" else name
-            found.append(f"code: {what} {'has changed' if now else 'is not there'}")
+            found.append(f"code: {what} {'has changed' if here else 'is not there'}")
+    for name, before in record.header["versions"].items():
+        if now.get(name) != before:
+            found.append(f"{name}: {now.get(name)} here, {before} in the run")
     return found
 
 
-def changed_versions(record: Record) -> list[str]:
-    """Versions that have changed since the run."""
-    now = versions()
-    return [
-        f"{name}: {now.get(name)} here, {before} in the run"
-        for name, before in record.header["versions"].items()
-        if now.get(name) != before
-    ]
-
-
-_GO_ON = "to replay it nevertheless, say anyway=true"
+def refuse_changes(found: Sequence[str], anyway: bool) -> None:
+    """Raises ``UserError`` that names what has changed since the run, unless ``anyway``."""
+    if found and not anyway:
+        raise UserError(f"{'; '.join(found)}; to replay it nevertheless, say anyway=true")
 
 
 def check_replayable(record: Record, strategy: Any, anyway: bool) -> None:
@@ -246,9 +241,7 @@ def check_replayable(record: Record, strategy: Any, anyway: bool) -> None:
             raise UserError(
                 f"the run's {name} was {then}, and {given} was given; give the same strategy"
             )
-    found = [*changed_code(record), *changed_versions(record)]
-    if found and not anyway:
-        raise UserError(f"{'; '.join(found)}; {_GO_ON}")
+    refuse_changes(changes(record), anyway)
 
 
 # ---- data ---------------------------------------------------------------------------------------
@@ -349,5 +342,4 @@ def check_same_data(record: Record, anyway: bool, said: Mapping[str, Any]) -> No
     Raises:
         UserError: naming what differs.
     """
-    if (found := list(differences(record.told, said))) and not anyway:
-        raise UserError(f"{'; '.join(found)}; {_GO_ON}")
+    refuse_changes(list(differences(record.told, said)), anyway)

@@ -379,6 +379,8 @@ class BatchQueue:
 
     def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
         """Positions reserved for workers without a mini-batch; if ``fresh``, for the first only."""
+        if self.members <= one.served:  # nearly always
+            return 0
         waiting = self.members - one.served
         first = min(self.members - self._away, default=worker)
         kept = waiting & {first} if fresh else waiting

@@ -184,7 +184,7 @@ class Rounds:
             return freed + self._release_all()
         final = _follows(push) or self._queue.is_last_chance(push.covers)
         last = self.requirements.drops_late and final
-        self._final = self._final | {worker} if last else self._final - {worker}
+        self._final.add(worker) if last else self._final.discard(worker)
         now_s, empty = self._statistics.clock(), push.weight <= 0
         freed += self._obey(Pushed(worker, now_s, push.loss, last, empty))
         if self.requirements.free and worker in self.pushed and not self.broken:

@@ -225,14 +225,19 @@ class RunStatistics:
         """The worker has read the current parameters outside a release."""
         self._accounts[worker].read_version = self.version
 
+    @property
+    def n_applied(self) -> int:
+        """The number of contributions that updates have had."""
+        return sum(self.ages.values())
+
     def mean_age(self) -> float:
         """The mean staleness of contributions."""
-        total = sum(self.ages.values())
+        total = self.n_applied
         return sum(age * n for age, n in self.ages.items()) / total if total else 0.0
 
     def age_quantile(self, share: float) -> int:
         """The quantile ``share`` of the contributions' staleness."""
-        left = share * sum(self.ages.values())
+        left = share * self.n_applied
         for age in sorted(self.ages):
             left -= self.ages[age]
             if left <= 0:

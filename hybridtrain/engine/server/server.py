@@ -183,7 +183,7 @@ class ParameterServer:
                 self._rounds.foresee(event, self._members)
             return []
         self._rounds.expect(event)
-        if isinstance(event, Removed | BrokenOff):
+        if isinstance(event, (Removed, BrokenOff)):
             workers.take_over()
         elif isinstance(event, Looked):
             workers.free()

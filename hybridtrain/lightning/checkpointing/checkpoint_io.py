@@ -27,13 +27,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.engine.memory.scratch_file import Scratch
 from hybridtrain.util.attributes import temporarily
-from hybridtrain.util.files import seal, write_whole
+from hybridtrain.util.files import write_whole
+from hybridtrain.util.torch_file import serialized
 
 _MOST = 2  # checkpoints in memory
 
@@ -62,18 +62,13 @@ class WholeCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Serialize now, write later. Raises all errors but the disk's."""
-        from torch.utils.serialization import config  # it would cost every import of Lightning
-
         if storage_options is not None or not _is_local(path):
             self.wait()
             plainly = super().save_checkpoint
             self._write(path, lambda: plainly(checkpoint, path, storage_options))
             return
         self._make_room()
-        content = io.BytesIO()
-        with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
-            torch.save(checkpoint, content)
-        seal(content)
+        content = serialized(checkpoint)
         self._n_kept += 1
         self._later(path, lambda: self._write_local(Path(path), content))
         if not self.defers:

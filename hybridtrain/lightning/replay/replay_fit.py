@@ -6,7 +6,6 @@ if sent to its own process, and runs Lightning's loops on it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -130,17 +129,9 @@ def _set_rank(rank: int | None) -> None:
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-def _set_local_rank(rank: str | None) -> None:
-    os.environ.pop(_LOCAL_RANK, None)
-    if rank is not None:
-        os.environ[_LOCAL_RANK] = rank
-
-
-_LOCAL_RANK = "LOCAL_RANK"
 # Process-wide state of this package and of Lightning, which each worker needs for itself.
 CELLS = (
     Cell(partial(getattr, rank_zero_only, "rank", None), _set_rank),
-    Cell(partial(os.environ.get, _LOCAL_RANK), _set_local_rank),
     Cell(
         partial(getattr, HostBatchNorm, "collectives"),
         partial(setattr, HostBatchNorm, "collectives"),

@@ -1,7 +1,7 @@
 """The rows of a plan: predict a strategy's speed on a layout of hosts, and its time to a target.
 
-Theory of operation. Speed comes from the policy's own code on recorded times (``timing``). What a
-record does not say is modelled:
+Theory of operation. Speed comes from the policy's own code on recorded times, in virtual time
+without a task (:mod:`hybridtrain.virtual.virtual_world`). What a record does not say is modelled:
 
 *Cores.* A mini-batch has a processor's part (its processor time over the worker's threads) and the
 rest, a device's. ``g`` workers of a host that are released together need all their threads at the
@@ -41,7 +41,8 @@ from hybridtrain.engine.recording.observed import Observed
 from hybridtrain.engine.updates.named import UpdateSpec
 from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import name_of
-from hybridtrain.virtual.network import Network
+from hybridtrain.virtual.contention import NO_CONTENTION, Contention
+from hybridtrain.virtual.network import Conditions, Network
 from hybridtrain.virtual.plan.evidence import (
     FULL,
     SLOW,
@@ -51,9 +52,9 @@ from hybridtrain.virtual.plan.evidence import (
     Reached,
     nearest,
 )
-from hybridtrain.virtual.plan.timing import Contention, Draw, TimingRun
-from hybridtrain.virtual.service_times import Measured, Times
+from hybridtrain.virtual.service_times import Draw, Measured, Times
 from hybridtrain.virtual.simulations import StrategySpec
+from hybridtrain.virtual.virtual_world import VirtualWorld
 
 CACHED_BYTES = 32_000_000  # of parameters: more do not stay in a cache
 ALIKE = 1.25  # times a lag at which a measurement holds
@@ -123,7 +124,7 @@ class Plan:
     @cached_property
     def mini_batches(self) -> int:
         """Simulated in a row: fewer where there are many rows."""
-        return min(2000, max(150, 1_500_000 // (len(self.strategies) * len(self.layouts))))
+        return min(2000, max(150, 500_000 // (len(self.strategies) * len(self.layouts))))
 
     @cached_property
     def checked(self) -> dict[str, tuple[float, float]]:
@@ -166,10 +167,13 @@ class Plan:
 
     def _row(self, spec: StrategySpec, layout: HostLayout, errors: Mapping[str, float]) -> PlanRow:
         source = nearest(self.runs, layout.each, spec.label.partition(":")[0])
-        speed, timing, steps = _run(self, source, spec, layout, self.between_s(source))
-        lag = timing.contributions / timing.version * steps * (1 + timing.staleness)
-        memory = _memory_factor(source, layout.each, timing.requirements.whole_rounds)
-        limits = _limits(timing, memory)
+        speed, world, steps = _run(self, source, spec, layout, self.between_s(source))
+        statistics, wants = world.server.statistics, world.server.requirements
+        stats, staleness = statistics.stats(), statistics.mean_age()
+        lag = statistics.n_applied / statistics.version * steps * (1 + staleness)
+        memory = _memory_factor(source, layout.each, wants.whole_rounds)
+        waiting = fmean(stats["waiting_share"])
+        limits = _limits(world, waiting, memory)
         error = errors.get(str(source.folder))
         row = PlanRow(
             strategy=spec.label,
@@ -177,13 +181,13 @@ class Plan:
             workers=layout.workers,
             samples_per_s=speed,
             error=error,
-            updates_per_s=timing.version / timing.now_s,
-            waiting_share=timing.waiting_share,
-            staleness=timing.staleness,
+            updates_per_s=statistics.version / world.now_s,
+            waiting_share=waiting,
+            staleness=staleness,
             lag=lag,
-            dropped_share=timing.dropped / timing.pushes,
-            handed_over_bytes_per_s=timing.pushes / timing.now_s * timing.size_bytes,
-            memory_bytes=_memory_bytes(source, spec, timing.requirements, layout),
+            dropped_share=sum(stats["dropped"]) / world.events,
+            handed_over_bytes_per_s=world.events / world.now_s * world.links.row_bytes,
+            memory_bytes=_memory_bytes(source, spec, wants, layout),
             bottleneck=_bottleneck(limits, _factors(source, layout)),
             limits=limits,
             extrapolated=tuple(_extrapolated(self, source, spec, layout)),
@@ -217,7 +221,7 @@ def own_spec(run: Evidence) -> StrategySpec | None:
 
 def _run(
     plan: Plan, source: Evidence, spec: StrategySpec, layout: HostLayout, between_s: float = 0.0
-) -> tuple[float, TimingRun, float]:
+) -> tuple[float, VirtualWorld, float]:
     """Samples a second, the simulated run, and the mean of a contribution's mini-batches."""
     policy = make_policy(spec.policy)
     exchange = exchange_of(policy, spec.exchange)
@@ -227,22 +231,27 @@ def _run(
     contributions = _contributions(plan, spec, n, steps := fmean(sizes))
     times, needs = _times(source, layout), policy.begin(n)
     same = _as_recorded(source, layout) and spec.label == source.strategy
-    contention = None if same else _contention(plan, source, layout, needs)
+    contention = NO_CONTENTION if same else _contention(plan, source, layout, needs)
     own = exchange.parameters == "own" and source.parameters != "own"
     own_step_s = seen.update_s if own else 0.0  # else it is in the times
-    added_s = between_s, own_step_s
-    draws = [_drawn(times.stream(worker, 0), sizes, *added_s) for worker in range(n)]
+    each = ContributionTimes(times, sizes, between_s, own_step_s)
     epoch = None if seen.epoch is None else max(n, round(seen.epoch / seen.batch_size / steps))
-    network = replace(layout.network, hosts=layout.hosts, size_bytes=seen.size_bytes)
-    timing = TimingRun(
-        *(policy, exchange, draws, network, _update_s(source, needs.gathers), epoch),
-        contention=contention,
+    network = replace(
+        layout.network,
+        hosts=layout.hosts,
+        size_bytes=seen.size_bytes,
         row_bytes=_row_bytes(spec, exchange, seen.size_bytes),
     )
-    if timing.requirements.watches_loss or timing.requirements.evaluates:
+    update_s = _update_s(source, needs.gathers)
+    under = Conditions(network, update_s=update_s, contention=contention)
+    world = VirtualWorld(policy, n, each, conditions=under, exchange=exchange, epoch=epoch)
+    wants = world.server.requirements
+    if wants.watches_loss or wants.evaluates:
         raise UserError(f"strategy={spec.label} depends on losses, which {_SIMULATE}")
-    timing.run(contributions)
-    return timing.counted[0] * steps * seen.batch_size / timing.last_s, timing, steps
+    world.run(mini_batches=contributions)
+    statistics = world.server.statistics
+    speed = statistics.n_applied / statistics.stats()["training_s"] * steps * seen.batch_size
+    return speed, world, steps
 
 
 def _sizes(steps: int, seen: Observed, n_workers: int) -> list[int]:
@@ -294,12 +303,26 @@ def _row_bytes(spec: StrategySpec, exchange: Exchange, size_bytes: int) -> int:
     return codec.n_bytes((size_bytes // 4,), torch.float32)
 
 
-def _drawn(draw: Draw, sizes: Sequence[int], between_s: float, own_step_s: float) -> Draw:
-    """Seconds of the mini-batches of one contribution; ``sizes``: how many, in turn."""
-    if max(sizes) == 1:
-        return lambda: draw() + own_step_s + between_s
-    size = cycle(sizes)
-    return lambda: between_s + sum(draw() + own_step_s for _ in range(next(size)))
+@dataclass(frozen=True)
+class ContributionTimes:
+    """Seconds of contributions: of so many mini-batches each, in turn, and of what lies between.
+
+    ``own_step_s``: of a worker's own step, after each mini-batch.
+    """
+
+    mini_batches: Times
+    sizes: Sequence[int]
+    between_s: float
+    own_step_s: float
+
+    def stream(self, worker: int, seed: int) -> Draw:
+        """Draws the worker's times."""
+        draw, between_s = self.mini_batches.stream(worker, seed), self.between_s
+        own_s = self.own_step_s
+        if max(self.sizes) == 1:
+            return lambda: draw() + own_s + between_s
+        size = cycle(self.sizes)
+        return lambda: between_s + sum(draw() + own_s for _ in range(next(size)))
 
 
 def _as_recorded(source: Evidence, layout: HostLayout) -> bool:
@@ -375,15 +398,16 @@ def _update_s(source: Evidence, rows: int) -> float:
 # ---- what limits it, what it needs, what was not measured ---------------------------------------
 
 
-def _limits(timing: TimingRun, memory: float) -> dict[str, float]:
+def _limits(world: VirtualWorld, waiting: float, memory: float) -> dict[str, float]:
     """The share of the workers' time that each costs; ``memory``: its factor on mini-batches."""
-    update = min(timing.waiting_share, timing.version * timing.update_s / timing.now_s)
-    computing = 1 - timing.waiting_share
+    statistics = world.server.statistics
+    update = min(waiting, statistics.version * world.update_s / world.now_s)
+    computing = 1 - waiting
     return {
-        "waiting": timing.waiting_share - update,
+        "waiting": waiting - update,
         "server's update": update,
-        "host link": timing.network_s / timing.now_s / len(timing.accounts),
-        "cores": computing * max(0.0, 1 - memory / max(timing.mean_factor, memory)),
+        "host link": world.network_s / world.now_s / statistics.n_workers,
+        "cores": computing * max(0.0, 1 - memory / max(world.mean_contention, memory)),
         "memory bandwidth": computing * max(0.0, 1 - 1 / memory),
     }
 

@@ -10,13 +10,13 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from hybridtrain.registration import NAMES
+from hybridtrain.engine.policies import STRATEGIES
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import by_default
 
 EPOCHS, BATCH = 3, 2
 # One is one policy, then another; of the other one no schedule has an effect.
-STRATEGIES = sorted(set(NAMES) - {"switch", "sandblaster"})
+COUNTED = sorted(set(STRATEGIES) - {"switch", "sandblaster"})
 WITH_ONE_MINI_BATCH = ["async", "hogwild", "synchronous"]  # in an update
 CHOSEN = ["async", "synchronous", "easgd"]
 
@@ -49,7 +49,7 @@ def fitted(strategy: Any, workers: int, n: int, module: Noted, **options: Any) -
     return trainer
 
 
-@pytest.mark.parametrize("strategy", by_default(STRATEGIES, *CHOSEN))
+@pytest.mark.parametrize("strategy", by_default(COUNTED, *CHOSEN))
 @pytest.mark.parametrize(("frequency", "n", "accumulated"), [(3, 8, 1), (2, 10, 3), (1, 14, 3)])
 def test_one_worker_has_the_rates_of_one_device(
     strategy: str, frequency: int, n: int, accumulated: int
@@ -63,7 +63,7 @@ def test_one_worker_has_the_rates_of_one_device(
     assert mine == pytest.approx(theirs)
 
 
-@pytest.mark.parametrize("strategy", by_default(STRATEGIES, "k_batch_async"))
+@pytest.mark.parametrize("strategy", by_default(COUNTED, "k_batch_async"))
 @pytest.mark.parametrize(
     ("interval", "monitor"), [("step", "train/loss"), ("epoch", "train/loss"), ("epoch", None)]
 )
