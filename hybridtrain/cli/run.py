@@ -71,7 +71,7 @@ from hybridtrain.lightning.hosts.agreement import compare_configuration
 from hybridtrain.lightning.hosts.cluster import be_silent_beyond_host_0
 from hybridtrain.lightning.preflight.strategy_checks import check_free_running
 from hybridtrain.lightning.run_context import strategy_of
-from hybridtrain.lightning.states.logger_state import Row, change_rows, keep_rows, let_write
+from hybridtrain.lightning.states.logger_state import Row, change_rows, enable_writing, keep_rows
 from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.lightning_package import told_to_children
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
@@ -536,7 +536,7 @@ def evaluate(cfg: DictConfig, parts: Parts, ckpt: str | None, loggers: list[Logg
 
 
 def _single(cfg: DictConfig, trainer: pl.Trainer, loggers: list[Logger]) -> pl.Trainer:
-    let_write(loggers)
+    enable_writing(loggers)
     on_gpu = type(trainer.accelerator).__name__ == "CUDAAccelerator"
     return pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",

@@ -269,16 +269,16 @@ class EpochSampler(Sampler[int]):
         without, self._without_now = self._without_now, ()
         return without
 
-    def commit(self, version: int | None = None, owes: bool = False) -> None:
+    def commit(self, version: int | None = None, has_unsent: bool = False) -> None:
         """A step has been made with all mini-batches that training has taken.
 
         Args:
             version: of the parameters after it, if the step is to be remembered.
-            owes: the masters lack steps before it.
+            has_unsent: the masters lack steps before it.
         """
         self._n_taken = 0
         if self._running is not None:
-            self._former = self._former if owes else self._done
+            self._former = self._former if has_unsent else self._done
             done = self._running
             if dropped := self._n_dropped:
                 done = replace(done, batches=done.batches - dropped)
@@ -329,15 +329,15 @@ class EpochSampler(Sampler[int]):
         self.crew = crew
 
     def progress(
-        self, unseen: dict[LoaderPass, Spans], owes: bool = False
+        self, unseen: dict[LoaderPass, Spans], has_unsent: bool = False
     ) -> tuple[int, int, Spans]:
         """Lap, mini-batches done and positions left of the current epoch.
 
         Args:
             unseen: spans of the server's queue that no update has used.
-            owes: mini-batches of steps that the masters lack are not done.
+            has_unsent: mini-batches of steps that the masters lack are not done.
         """
-        begun, known = self._resumed(), self._former if owes else self._done
+        begun, known = self._resumed(), self._former if has_unsent else self._done
         lap, batches, done = (begun.lap, begun.batches, 0) if begun else (0, 0, 0)
         if known is not None and known[0] == self.epoch:
             portion = known[1]

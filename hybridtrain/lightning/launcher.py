@@ -48,7 +48,7 @@ from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, wa
 from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_worker import inject, interrupt_updates
-from hybridtrain.lightning.hooks.lean_hooks import be_lean, take_for_an_error
+from hybridtrain.lightning.hooks.faster_hooks import refuse_stray_stop_iteration, speed_up_hooks
 from hybridtrain.lightning.hooks.trainer_hooks import (
     GlobalState,
     Launcher,
@@ -359,8 +359,8 @@ class _TrainerCall:
 
 def _run_in_process(job: _TrainerCall, client: Client) -> Any:
     """In a process of its own; not called in a replay."""
-    be_lean()
-    take_for_an_error(job.trainer)
+    speed_up_hooks()
+    refuse_stray_stop_iteration(job.trainer)
     with job.inherited.owned():
         return _run_in_worker(job, client)
 

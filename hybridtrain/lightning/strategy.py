@@ -497,7 +497,7 @@ class HybridStrategy(HostMemoryStrategy):
             save(*args, **options)
         finally:
             if self._loaders is not None:
-                self._loaders.know_random_numbers({})
+                self._loaders.restore_rng_states({})
             if session is not None:
                 session.end_saving(shows)
 
@@ -515,8 +515,8 @@ class HybridStrategy(HostMemoryStrategy):
 
     def _gather_states(self, session: Session) -> None:
         assert self._loaders is not None, "it trains"
-        numbers = session.gather_states(self._loaders.random_numbers(True))
-        self._loaders.know_random_numbers(numbers)
+        numbers = session.gather_states(self._loaders.rng_states(True))
+        self._loaders.restore_rng_states(numbers)
 
     def save_one_update(self, hook: Callable[[], None]) -> None:
         """Let a hook of ``ModelCheckpoint`` name and write checkpoints of one update.

@@ -430,7 +430,7 @@ class Worker:
             self._client.heartbeat.beat(Doing.BETWEEN)
         counted = self._client.counted
         if self._sampler is not None and counted:
-            self._sampler.commit(self._client.version, self._session.owes)
+            self._sampler.commit(self._client.version, self._session.has_unsent)
         elif self._sampler is not None:
             self._sampler.drop()
         return counted

@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.loops import training_epoch_loop
 from pytorch_lightning.profilers import PassThroughProfiler
 
-from hybridtrain.lightning.hooks.lean_hooks import be_lean
+from hybridtrain.lightning.hooks.faster_hooks import speed_up_hooks
 
 SIGNATURE = training_epoch_loop.is_param_in_hook_signature
 
@@ -22,7 +22,7 @@ def lean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     profile = PassThroughProfiler.profile
     had = "__setattr__" in vars(pl.LightningModule)
     monkeypatch.setattr(training_epoch_loop, "is_param_in_hook_signature", SIGNATURE)
-    be_lean()
+    speed_up_hooks()
     yield
     PassThroughProfiler.profile = profile  # type: ignore[method-assign]
     if not had:

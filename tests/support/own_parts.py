@@ -58,7 +58,7 @@ class Every(StepsOwnParameters):
         self._since, self._samples = 0, 0.0
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         return self._since > 0
 
     def step(self, local: Any) -> Offer | None:

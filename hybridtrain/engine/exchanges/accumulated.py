@@ -46,7 +46,7 @@ class Accumulated(StepsOwnParameters, AccumulatedOptions, BriefRepr):
         return self.n_push
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         return bool(self._sums)
 
     def step(self, local: Local) -> Leaving:
@@ -87,8 +87,8 @@ class Accumulated(StepsOwnParameters, AccumulatedOptions, BriefRepr):
         if self._asked:
             return Await()
         # In lock-step also without a sample since the last push: all go on from the same masters.
-        owes = self._since if local.fresh else self._sums
-        return self._handed_over(local, fetches=True, later=False) if owes else None
+        has_unsent = self._since if local.fresh else self._sums
+        return self._handed_over(local, fetches=True, later=False) if has_unsent else None
 
     def _handed_over(self, local: Local, fetches: bool, later: bool) -> Offer:
         values = [self._sums.get(number) for number in range(len(local.parameters))]

@@ -41,7 +41,7 @@ class Elastic(StepsOwnParameters, ElasticOptions):
         return self.every
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         """Never: a worker does not hand over what it has come to, and goes on from there itself."""
         return False
 

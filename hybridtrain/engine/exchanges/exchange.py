@@ -62,7 +62,7 @@ class LocalExchange(Exchange, Protocol):
     """
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether the worker has made steps that a later hand-over is to bring."""
 
     def step(self, local: Local) -> Leaving:

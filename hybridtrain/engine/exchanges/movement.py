@@ -148,7 +148,7 @@ class Movement(StepsOwnParameters, MovementOptions, BriefRepr):
         return self._interval.usual
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         return self._since > 0
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:

@@ -20,7 +20,7 @@ from hybridtrain.engine.exchanges.exchange import (
 
 class StepsOwnParameters:
     """A :class:`~hybridtrain.engine.exchanges.LocalExchange` less ``step``, ``skip``, ``flush``,
-    ``owes``.
+    ``has_unsent``.
 
     ``remembers``: the attributes that a checkpoint keeps, without the ``_`` that they begin with.
     ``by_rate``: a learning rate that falls decides in which steps something is handed over.

@@ -106,7 +106,7 @@ class Streaming(StepsOwnParameters, StreamingOptions, BriefRepr):
         return self.every // self.fragments
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         return self._steps > max(self._sent)
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:

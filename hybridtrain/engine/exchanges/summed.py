@@ -40,7 +40,7 @@ class Summed(StepsOwnParameters, ExchangeOptions, BriefRepr):
     _sums: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)  # float64
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         return self._samples > 0
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:

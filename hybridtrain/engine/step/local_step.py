@@ -80,8 +80,8 @@ class LocalStep(WorkerStep):
         self._hand_over(self._local.flush(ends), invites)
 
     @property
-    def owes(self) -> bool:
-        return self._local.owes
+    def has_unsent(self) -> bool:
+        return self._local.has_unsent
 
     def _advance(self, samples: float) -> None:
         """One step with the gradients of so many samples; with none, the others make it."""

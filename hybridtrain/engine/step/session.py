@@ -334,12 +334,12 @@ class WorkerSession:
             step.skip()
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether the masters lack steps that all workers have made since the last exchange.
 
         A run that is resumed from a checkpoint that one worker writes now repeats them.
         """
-        return self._requirements.whole_rounds and any(step.owes for step in self.steps)
+        return self._requirements.whole_rounds and any(step.has_unsent for step in self.steps)
 
     def flush(self, ends: bool = False) -> None:
         """Push the result of this worker's own steps. In lock-step all workers call it.

@@ -244,7 +244,7 @@ class WorkerStep:
         """Resume from what :meth:`own_state` has returned."""
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether the masters lack steps that this worker has made."""
         return False
 

@@ -96,16 +96,16 @@ class LocalSteps:
     def flush(self, ends: bool) -> Leaving:
         """Hand over the steps since the last exchange; ``ends``: the epoch or training ends."""
         self.ends = ends
-        if self.owes and puts_off(self._optimizer):
+        if self.has_unsent and puts_off(self._optimizer):
             behind: Any = self._optimizer
             behind.catch_up()
         with torch.no_grad():
             return self.exchange.flush(self)
 
     @property
-    def owes(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether steps have been made that nothing has been handed over of."""
-        return self.exchange.owes
+        return self.exchange.has_unsent
 
     def take(self) -> Leaving:
         """The release has brought the newest masters; perhaps something follows."""

@@ -29,7 +29,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
     uploads_checkpoints,
 )
 from hybridtrain.lightning.run_context import checkpoints_of, strategy_of
-from hybridtrain.lightning.states.logger_state import let_write
+from hybridtrain.lightning.states.logger_state import enable_writing
 from hybridtrain.util.files import check_input, fault_of, fault_of_old, is_archive
 
 _COARSE_S = 2.0  # clocks of file systems
@@ -119,7 +119,7 @@ class CheckpointWriting:
     def write_whole(self, trainer: Any) -> None:
         """Install the writer of whole files, unless the user has an own plugin."""
         strategy = strategy_of(trainer)
-        let_write(trainer.loggers)
+        enable_writing(trainer.loggers)
         if type(checkpoint_plugin(strategy)) in (type(None), TorchCheckpointIO):
             strategy.checkpoint_io = WholeCheckpointIO(
                 self.unsaved, may_defer=self.how == "background"

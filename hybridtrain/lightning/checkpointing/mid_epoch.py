@@ -148,9 +148,11 @@ def validate_again(loops: dict[str, Any], before: int) -> None:
     progress["is_last_batch"] = False
 
 
-def rest_of(sampler: EpochSampler, unseen: dict[LoaderPass, Spans], owes: bool) -> dict[str, Any]:
-    """The rest of a loader's pass; ``unseen``, ``owes``: see :meth:`EpochSampler.progress`."""
-    lap, batches, spans = sampler.progress(unseen, owes)
+def rest_of(
+    sampler: EpochSampler, unseen: dict[LoaderPass, Spans], has_unsent: bool
+) -> dict[str, Any]:
+    """The rest of a loader's pass; arguments as of :meth:`EpochSampler.progress`."""
+    lap, batches, spans = sampler.progress(unseen, has_unsent)
     source, indices, sizes = sampler.source, None, None
     if not isinstance(source, Seeded):  # it cannot be drawn again
         order = sampler.order or source(sampler.epoch)

@@ -44,12 +44,15 @@ class RngState:
 
     # ---- saving ---------------------------------------------------------------------------------
 
-    def begin_batch(self, owes: bool = False) -> None:
-        """A mini-batch begins: restore, or remember torch's state. ``owes``: masters lack steps."""
+    def begin_batch(self, has_unsent: bool = False) -> None:
+        """Begin a mini-batch: restore, or remember torch's state.
+
+        ``has_unsent``: masters lack steps.
+        """
         self.throw()
         if self._whole:
             self._before, self._whole = torch.get_rng_state(), False
-            if not owes:
+            if not has_unsent:
                 self._first = self._before
 
     def begin_validation(self) -> None:
@@ -70,18 +73,18 @@ class RngState:
         """The step was broken off."""
         self._whole, self._before = False, self._first
 
-    def state(self, validates: bool = False, owes: bool = False) -> dict[str, Any]:
+    def state(self, validates: bool = False, has_unsent: bool = False) -> dict[str, Any]:
         """The states after the last step, as plain data and tensors.
 
         Args:
             validates: a validation is under way, which the resumed run repeats.
-            owes: the resumed run repeats the steps that the masters lack, too.
+            has_unsent: the resumed run repeats the steps that the masters lack, too.
         """
         if self._kept is not None:
             return self._kept  # nothing has been drawn since the checkpoint was restored
         found = dict(self._aside) if validates else look()
-        before = self._first if owes else self._before
-        if before is not None and (owes or not self._whole):
+        before = self._first if has_unsent else self._before
+        if before is not None and (has_unsent or not self._whole):
             found["torch"] = before
         version, numbers, gauss = found["python"]
         name, keys, place, has_gauss, cached = found["numpy"]

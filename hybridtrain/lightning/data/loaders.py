@@ -114,8 +114,8 @@ class Loaders:
         self._is_limited, self._measured_in = False, -1
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it done
         self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
-        self._owes = False  # the masters lack steps: one worker's own checkpoint repeats them
-        self._n_owed = 0  # so many
+        self._has_unsent = False  # the masters lack steps: one worker's own checkpoint repeats them
+        self._n_unsent = 0  # so many
         self._before: tuple[int, SavedSchedules] | None = (
             None  # logged step and schedules before them
         )
@@ -321,7 +321,7 @@ class Loaders:
             UserError: if the number cannot be found.
         """
         self._has_weighed = True
-        self._rng_state.begin_batch(self._owes)
+        self._rng_state.begin_batch(self._has_unsent)
         self._ends.begin_batch()
         portions = [sampler.next_portion() for sampler in self.samplers]
         if None in portions and batch is not None and self._client.n_workers > 1:
@@ -354,10 +354,10 @@ class Loaders:
         portions = [sampler.next_portion() for sampler in self.samplers]
         return portions[0].together if len(portions) == 1 and portions[0] else None
 
-    def commit(self, owes: bool = False, made: bool = True) -> None:
+    def commit(self, has_unsent: bool = False, made: bool = True) -> None:
         """A step has been made with the mini-batches since the last one.
 
-        ``owes``: the masters lack it, and perhaps others before. ``made``: else all that had
+        ``has_unsent``: the masters lack it, and perhaps others before. ``made``: else all that had
         samples in it were lost, and this worker only counts its mini-batches.
         """
         self._rng_state.commit()
@@ -367,19 +367,19 @@ class Loaders:
             return
         version = self._client.expected_version
         for sampler in self.samplers:
-            sampler.commit(version if self._remembers and made else None, self._owes)
+            sampler.commit(version if self._remembers and made else None, self._has_unsent)
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if not self._owes:
-            self._former, self._n_owed, self._before = self._committed, 0, None
-            if owes:
+        if not self._has_unsent:
+            self._former, self._n_unsent, self._before = self._committed, 0, None
+            if has_unsent:
                 self._before = logged_step(self._trainer), SavedSchedules.of(self._trainer)
         place = self.position.epoch, ready
-        self._n_owed += owes and place != self._committed  # without data it may come twice
-        self._committed, self._owes = place, owes
+        self._n_unsent += has_unsent and place != self._committed  # without data it may come twice
+        self._committed, self._has_unsent = place, has_unsent
 
     def settle(self) -> None:
         """The masters have all steps."""
-        self._owes = False
+        self._has_unsent = False
 
     @property
     def under_way(self) -> bool:
@@ -393,7 +393,7 @@ class Loaders:
         for sampler in self.samplers:
             sampler.take_back(self._client.version)
         self._rng_state.take_back()
-        self._committed, self._owes = self._former, self._before is not None
+        self._committed, self._has_unsent = self._former, self._before is not None
 
     # ---- resuming in the middle of an epoch -----------------------------------------------------
 
@@ -416,7 +416,7 @@ class Loaders:
             reopen(loops)
         if resumed is not None and resumed.epoch == epoch:
             batches = resumed.batches
-        alone = self._owes and not any(WORKERS in s for s in checkpoint["optimizer_states"])
+        alone = self._has_unsent and not any(WORKERS in s for s in checkpoint["optimizer_states"])
         committed = self._former if alone else self._committed
         if committed is not None and committed[0] == epoch:
             batches = committed[1]
@@ -428,7 +428,7 @@ class Loaders:
         if alone and self._before is not None:  # the resumed run makes these steps again
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False
             logged, schedules = self._before
-            take_off_steps(checkpoint, self._n_owed, logged)
+            take_off_steps(checkpoint, self._n_unsent, logged)
             checkpoint = schedules.give(checkpoint)
         elif self._others_go_on(ours):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
@@ -437,7 +437,7 @@ class Loaders:
         before = None if again else self._before_validation()  # it follows a step
         if before is not None:
             validate_again(loops, before)
-        dice = self.random_numbers(together=not alone)
+        dice = self.rng_states(together=not alone)
         state = {"over": over, "dice": dice, "metrics": self._ends.state()}
         if self._numbers_of:
             state["dice_of"] = self._numbers_of
@@ -456,17 +456,17 @@ class Loaders:
         any_left = any(loader["spans"] for loader in ours["loaders"])
         return ended and any_left and (left or not self._requirements.whole_rounds)
 
-    def random_numbers(self, together: bool) -> dict[str, Any]:
+    def rng_states(self, together: bool) -> dict[str, Any]:
         """This worker's RNG states for a checkpoint.
 
         ``together``: it has this worker's own steps, too; else only those that the masters have.
         """
-        owes = self._owes and not together
-        settled = not (owes or self.under_way or self._trainer.sanity_checking)
+        has_unsent = self._has_unsent and not together
+        settled = not (has_unsent or self.under_way or self._trainer.sanity_checking)
         validates = settled and self._before_validation() is not None
-        return self._rng_state.state(validates, owes)
+        return self._rng_state.state(validates, has_unsent)
 
-    def know_random_numbers(self, numbers_of: Mapping[int, Any]) -> None:
+    def restore_rng_states(self, numbers_of: Mapping[int, Any]) -> None:
         """The next checkpoint has these workers' RNG states, too; empty: it has not."""
         others = {k: v for k, v in numbers_of.items() if k != self._client.worker}
         self._numbers_of = {k: v for k, v in others.items() if v is not None}

@@ -94,7 +94,7 @@ class WorkerEnd:
     def _left_behind(self) -> bytes:
         """A worker's random numbers, for the last checkpoint; empty if it has none as yet."""
         with suppress(Exception):  # in whatever state it is, its end must be reported
-            return as_bytes(self.loaders.random_numbers(False))
+            return as_bytes(self.loaders.rng_states(False))
         return b""
 
     def _take_turn_saving(self, able: bool = True) -> None:
@@ -104,7 +104,7 @@ class WorkerEnd:
         """
         if (left := self.worker.client.await_permission()) is not None:
             known = {worker: read("", each) for worker, each in left.items() if each}
-            self.loaders.know_random_numbers(known)
+            self.loaders.restore_rng_states(known)
             self.worker.client.note(Saved(able and self._save()))
 
     def _save(self) -> bool:

@@ -300,7 +300,7 @@ class Absence:
             take_steps(loop, steps)
             self._catch_up(self._session)
             made = self._session.has_own_parameters or self._client.version > version
-            self._loaders.commit(self._session.owes, made)
+            self._loaders.commit(self._session.has_unsent, made)
             progress.increment_processed()
         self._schedule(made or ended)  # as Lightning does where a hook ends the epoch
         outcomes = self._client.gather(_ENDED, None, patient=True)

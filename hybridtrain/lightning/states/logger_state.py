@@ -192,7 +192,7 @@ def _refusal(error: BaseException | None) -> OSError | None:
     return error
 
 
-def let_write(loggers: list[Logger]) -> None:
+def enable_writing(loggers: list[Logger]) -> None:
     """Let training continue where the disk refuses what these write."""
     for logger in loggers:
         around(Point.LOG, logger, Patience(type(logger).__name__).write)

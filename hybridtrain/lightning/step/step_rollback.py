@@ -38,7 +38,7 @@ class StepRollback:
 
     def commit(self) -> None:
         """A step has been made, and Lightning will count it now."""
-        self._loaders.commit(self._session.owes)
+        self._loaders.commit(self._session.has_unsent)
         self._schedules_kept = False
         if (offered := self._client.unsettled) is not None:
             loop = self._trainer.fit_loop.epoch_loop

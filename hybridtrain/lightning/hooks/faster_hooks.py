@@ -33,7 +33,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 _cached = cache(is_param_in_hook_signature)
 
 
-def be_lean() -> None:
+def speed_up_hooks() -> None:
     """Patch this process."""
     instead(Point.RUNNING_HOOK, LightningModule, set_attribute)
     instead(Point.PROFILE, PassThroughProfiler, profile)
@@ -75,7 +75,7 @@ def has_parameter(
 # ``training_step(dataloader_iter)``, and ``on_train_batch_start`` that returns -1.
 
 
-def take_for_an_error(trainer: Any) -> None:
+def refuse_stray_stop_iteration(trainer: Any) -> None:
     """Patch this process, and so those that a DataLoader forks from it."""
     fit = trainer.fit_loop
     for point in (Point.EPOCH_START, Point.EPOCH, Point.EPOCH_END):
