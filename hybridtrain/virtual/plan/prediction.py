@@ -133,7 +133,8 @@ class Plan:
         for each in self.runs:
             if (spec := own_spec(each)) is not None:
                 layout = HostLayout("", 1, each.seen.n_workers, Network(), {})
-                found[str(each.folder)] = _run(self, each, spec, layout)[0], each.samples_per_s
+                alone = replace(self, strategies=[spec], layouts=[layout])  # as long as can be
+                found[str(each.folder)] = _run(alone, each, spec, layout)[0], each.samples_per_s
         return found
 
     def between_s(self, run: Evidence) -> float:
