@@ -58,7 +58,7 @@ def load_checkpoint(path: Path) -> Any:
             f"ckpt={path}: the file is corrupt or no checkpoint "
             f"({type(error).__name__}); choose another"
         ) from None
-    check_sizes(content, f"ckpt={path}")
+    check_sizes(content, f"ckpt={path}", path.stat().st_size)
     return content
 
 
