@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from hybridtrain.report.runs import (
     yaml_in,
 )
 from hybridtrain.util.files import fault_of, interrupted_in, read_text, write_whole
-from hybridtrain.util.own_directory import Foreign, OwnDirectory, stranger_to
+from hybridtrain.util.own_directory import Foreign, OwnDirectory, check_below, stranger_to
 
 RUN_FILE = "run.json"
 FORMAT = 1  # of the files in a run's directory
@@ -228,6 +228,20 @@ def without_environment(options: Iterable[str], asked: str) -> list[str]:
             f"{asked}: variables are not taken from its files: give {', '.join(dropped)} again"
         )
     return [text for text in options if text not in dropped]
+
+
+def own_folders(folders: Sequence[Path], asked: str) -> list[Path]:
+    """The folders of --config-dir that a run or sweep was started with; they name code, too.
+
+    Raises:
+        Foreign: if another user can have written a configuration in them.
+        UserError: if one is gone.
+    """
+    for each in folders:
+        if not os.path.isdir(each):  # noqa: PTH112  (raises nothing)
+            raise UserError(f"{asked}: {each} is gone; give --config-dir FOLDER")
+        check_below(each, f"{asked}: --config-dir", ".yaml")
+    return [*folders]
 
 
 # ---- below an output directory ------------------------------------------------------------------

@@ -233,6 +233,30 @@ class OwnDirectory:
             os.close(link)
 
 
+def check_below(folder: Path, asked: str, ending: str) -> None:
+    """Check the files with this ending in a folder and below it, before a library opens them.
+
+    So are the directories on the way to them. Links are followed to what is as much this user's
+    own; hidden directories are left out. Raises as :class:`OwnDirectory`.
+    """
+    left: list[tuple[Path, ...]] = [(folder,)]  # a directory behind those on the way to it
+    while left:
+        way = left.pop()
+        here, names = way[-1], list[str]()
+        if os.path.realpath(here) in map(os.path.realpath, way[:-1]):
+            continue  # a link to a directory that it is in
+        with suppress(OSError):  # closed to this user: nothing reads it
+            names = os.listdir(here)  # noqa: PTH208  (names)
+        wanted = [name for name in names if name.endswith(ending)]
+        for each in way if wanted or len(way) == 1 else ():
+            OwnDirectory(each, asked).close()
+        for path in (Path(os.path.realpath(here / name)) for name in wanted):
+            with OwnDirectory(path.parent, asked) as opened:
+                opened.check(path.name)
+        below = (here / name for name in names if not name.startswith("."))
+        left += [(*way, each) for each in below if os.path.isdir(each)]  # noqa: PTH112
+
+
 def stranger_to(path: Path) -> str | None:
     """Who else can change a file of data, in words; ``None``: nobody, or it cannot be read.
 

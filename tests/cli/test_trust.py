@@ -18,7 +18,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from hybridtrain.cli import claim
+from hybridtrain.cli import claim, hydra_config
 from hybridtrain.cli.commands.transcribe import load_module
 from hybridtrain.cli.hydra_config import complete_overrides
 from hybridtrain.cli.resume import expanded
@@ -336,6 +336,47 @@ def test_a_sweep_that_others_can_have_written_does_not_go_on(
         "resume=auto: passes over 1 below jobs that other users can have written: "
         in said.getvalue()
     )
+
+
+def own_configuration(name: str, patch: pytest.MonkeyPatch) -> None:
+    """A folder for --config-dir, in which a stranger has a part."""
+    Path("conf/callbacks").mkdir(parents=True)
+    Path("conf/callbacks/mine.yaml").write_text("{}")
+    give_away(Path("conf") / name, patch)
+
+
+CONFIGURATION = pytest.mark.parametrize("name", ["", "callbacks", "callbacks/mine.yaml"])
+
+
+@CONFIGURATION
+def test_a_folder_of_configurations_that_others_can_have_written_is_not_read(
+    name: str, broken_off: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_configuration(name, monkeypatch)
+    shutil.copytree(broken_off, "run")
+    sources = [{"provider": "command-line", "path": str(Path("conf").absolute())}]
+    said = {"overrides": {"hydra": []}, "runtime": {"config_sources": sources}}
+    Path("run/.hydra/hydra.yaml").write_text(json.dumps({"hydra": said}))
+    theirs = Path("conf").absolute() / name
+    assert f"resume=run: --config-dir: {theirs} belongs to another user" in (
+        command("resume=run").complaint
+    )
+    shutil.copytree("conf", "copy")
+    with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        monkeypatch.setattr(hydra_config, "MORE_DIRS", [Path("copy")])
+        assert expanded(["resume=run"])
+    claim.release_all()
+
+
+@CONFIGURATION
+def test_a_folder_of_configurations_that_others_can_have_written_is_not_read_by_a_sweep(
+    name: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_configuration(name, monkeypatch)
+    Path("jobs").mkdir()
+    folders = [str(Path("conf").absolute())]
+    Path("jobs/sweep.json").write_text(json.dumps(asdict(Sweep(["task=digits"], [], folders))))
+    assert "belongs to another user" in command("-m", "resume=jobs").complaint
 
 
 @pytest.mark.parametrize("name", ["", ".hydra", ".hydra/config.yaml", "summary.json"])

@@ -16,6 +16,7 @@ from hybridtrain.util import own_directory
 from hybridtrain.util.own_directory import (
     Foreign,
     OwnDirectory,
+    check_below,
     stranger_of,
     stranger_to,
     why_not_own,
@@ -231,6 +232,30 @@ def test_a_name_that_is_exchanged_at_any_moment_gives_no_content_of_the_stranger
         assert read(run) == "mine"
     except UserError as error:
         assert "links are not followed there" in str(error)
+
+
+def test_files_below_a_folder_are_judged_with_the_directories_on_the_way(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "a/b").mkdir(parents=True)
+    (run / "data").mkdir()
+    (run / "data").chmod(0o777)  # without such files
+    (run / "a/b/x.yaml").write_text("mine")
+    (run / "link").symlink_to("a")
+    (run / "itself").symlink_to(".")
+    check_below(run, "x", ".yaml")
+    for part in ("a/b/x.yaml", "a/b", "a", "."):
+        before = (run / part).stat().st_mode
+        (run / part).chmod(0o777)
+        with pytest.raises(Foreign, match="can be written by everybody"):
+            check_below(run, "x", ".yaml")
+        (run / part).chmod(before)
+    (run / "a/link.yaml").symlink_to(run.parent / "theirs.yaml")
+    check_below(run, "x", ".yaml")
+    (run.parent / "theirs.yaml").write_text("theirs")
+    give_away(run.parent / "theirs.yaml", monkeypatch)
+    with pytest.raises(Foreign, match=r"theirs\.yaml belongs to another user"):
+        check_below(run, "x", ".yaml")
 
 
 def test_no_descriptor_is_left_whatever_happens(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
