@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,10 +252,17 @@ def runs_below(root: Path, name: str = CONFIG_FILE) -> Iterator[Path]:
     """Directories of runs in and below ``root`` (which have this file), the latest first."""
     found: list[tuple[int, Path]] = []
     for folder, below, _ in os.walk(root):
-        config = Path(folder) / name
-        if config.is_file():
+        time_ns = 0
+        try:
+            status = (Path(folder) / name).stat()
+            is_run, time_ns = stat.S_ISREG(status.st_mode), status.st_mtime_ns
+        except PermissionError:  # closed by its owner, whom its reader will name
+            is_run = True
+        except OSError:
+            is_run = False
+        if is_run:
             below.clear()
-            found.append((config.stat().st_mtime_ns, Path(folder)))
+            found.append((time_ns, Path(folder)))
     return (path for _, path in sorted(found, reverse=True))
 
 
@@ -306,7 +314,7 @@ def _checkpoints(folders: Iterable[Path]) -> set[Path]:
         for folder in folders
         for path in (*folder.glob("*.ckpt"), interrupted_in(folder))
     }
-    return {path for path in found if path.is_file()}
+    return {path for path in found if os.path.isfile(path)}  # noqa: PTH113  (raises nothing)
 
 
 def newest(

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain.cli import claim, hydra_config
 from hybridtrain.cli.commands.transcribe import load_module
+from hybridtrain.cli.former_run import FormerRun, own_below
 from hybridtrain.cli.hydra_config import complete_overrides
 from hybridtrain.cli.resume import expanded
 from hybridtrain.cli.sweep import resumed
@@ -294,6 +295,31 @@ def test_the_last_checkpoint_is_looked_for_in_own_runs_alone(
         in result.err
     )
     assert "ckpt=last: no run of this model in out has left a whole checkpoint" in result.err
+
+
+@pytest.mark.parametrize("option", ["resume=auto", "ckpt=last"])
+def test_a_run_that_its_owner_has_closed_is_passed_over_in_one_line(
+    option: str, broken_off: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(broken_off, "out/mine")
+    shutil.copytree(broken_off, "out/theirs")
+    give_away(Path("out/theirs"), monkeypatch)
+    look = os.stat
+
+    def closed(path: Any, **how: Any) -> os.stat_result:
+        if "theirs/.hydra/" in str(path):  # root is kept out of nothing
+            raise PermissionError(13, "Permission denied")
+        return look(path, **how)
+
+    monkeypatch.setattr(os, "stat", closed)
+    with redirect_stdout(StringIO()):
+        assert "out/mine" in " ".join(expanded(complete_overrides([*SHARED, option])))
+    claim.release_all()
+    with redirect_stderr(StringIO()) as said:
+        (mine,) = own_below(Path("out"), option, FormerRun.read)
+    assert mine.directory == Path("out/mine")
+    (line,) = said.getvalue().splitlines()
+    assert line.startswith(f"hybridtrain: {option}: passes over 1 below out that other users can")
 
 
 def test_a_checkpoint_of_another_user_is_not_the_newest_of_a_run(
