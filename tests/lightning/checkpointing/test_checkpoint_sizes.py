@@ -461,3 +461,21 @@ def test_a_large_weight_is_compared_with_the_modules_before_it_is_copied(
     torch.save(content, tmp_path / "x.ckpt")
     with pytest.raises(UserError, match=r"net\.0\.weight has shape \(64,\) instead of"):
         check_checkpoint(tmp_path / "x.ckpt", Scheduled())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x.to_sparse(), r"net\.0\.weight has shape .* in torch\.sparse_coo instead of"),
+        (lambda x: x.to("meta"), r"net\.0\.weight has no content"),
+    ],
+)
+def test_a_weight_that_is_sparse_or_has_no_content_is_one_line(
+    change: Callable[[torch.Tensor], torch.Tensor], said: str, saved: Saved, tmp_path: Path
+) -> None:
+    content = saved("hybrid")
+    content["state_dict"]["net.0.weight"] = change(content["state_dict"]["net.0.weight"])
+    torch.save(content, tmp_path / "x.ckpt")
+    with pytest.raises(UserError, match=said) as found:
+        check_checkpoint(tmp_path / "x.ckpt", Scheduled())
+    assert "\n" not in str(found.value)
