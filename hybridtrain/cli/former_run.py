@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from hybridtrain.report.runs import (
     yaml_in,
 )
 from hybridtrain.util.files import fault_of, interrupted_in, read_text, write_whole
-from hybridtrain.util.own_directory import Foreign, OwnDirectory, stranger_to
+from hybridtrain.util.own_directory import Foreign, OwnDirectory, check_below, stranger_to
 
 RUN_FILE = "run.json"
 FORMAT = 1  # of the files in a run's directory
@@ -230,6 +231,20 @@ def without_environment(options: Iterable[str], asked: str) -> list[str]:
     return [text for text in options if text not in dropped]
 
 
+def own_folders(folders: Sequence[Path], asked: str) -> list[Path]:
+    """The folders of --config-dir that a run or sweep was started with; they name code, too.
+
+    Raises:
+        Foreign: if another user can have written a configuration in them.
+        UserError: if one is gone.
+    """
+    for each in folders:
+        if not os.path.isdir(each):  # noqa: PTH112  (raises nothing)
+            raise UserError(f"{asked}: {each} is gone; give --config-dir FOLDER")
+        check_below(each, f"{asked}: --config-dir", ".yaml")
+    return [*folders]
+
+
 # ---- below an output directory ------------------------------------------------------------------
 
 
@@ -237,10 +252,17 @@ def runs_below(root: Path, name: str = CONFIG_FILE) -> Iterator[Path]:
     """Directories of runs in and below ``root`` (which have this file), the latest first."""
     found: list[tuple[int, Path]] = []
     for folder, below, _ in os.walk(root):
-        config = Path(folder) / name
-        if config.is_file():
+        time_ns = 0
+        try:
+            status = (Path(folder) / name).stat()
+            is_run, time_ns = stat.S_ISREG(status.st_mode), status.st_mtime_ns
+        except PermissionError:  # closed by its owner, whom its reader will name
+            is_run = True
+        except OSError:
+            is_run = False
+        if is_run:
             below.clear()
-            found.append((config.stat().st_mtime_ns, Path(folder)))
+            found.append((time_ns, Path(folder)))
     return (path for _, path in sorted(found, reverse=True))
 
 
@@ -292,7 +314,7 @@ def _checkpoints(folders: Iterable[Path]) -> set[Path]:
         for folder in folders
         for path in (*folder.glob("*.ckpt"), interrupted_in(folder))
     }
-    return {path for path in found if path.is_file()}
+    return {path for path in found if os.path.isfile(path)}  # noqa: PTH113  (raises nothing)
 
 
 def newest(

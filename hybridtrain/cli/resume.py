@@ -24,6 +24,7 @@ from hybridtrain.cli.former_run import (
     FormerRun,
     comparable,
     own_below,
+    own_folders,
     without_environment,
 )
 from hybridtrain.cli.further_host import place_in
@@ -177,7 +178,7 @@ def _resumed(run: FormerRun, typed: dict[str, str], override: bool) -> list[str]
                 f"{asked} was given together with {typed[key]}; it goes on from the "
                 f"run's newest checkpoint, in its directory: leave {key} out"
             )
-    hydra_config.MORE_DIRS[:] = hydra_config.MORE_DIRS or _own_folders(run)
+    hydra_config.MORE_DIRS[:] = hydra_config.MORE_DIRS or own_folders(run.config_dirs(), asked)
     overrides = _merged(run, typed)
     found = _differences(run, typed, overrides)
     if found and not override:
@@ -198,14 +199,6 @@ def _resumed(run: FormerRun, typed: dict[str, str], override: bool) -> list[str]
     if path is None:
         return [*overrides, *more]
     return [*(x for x in overrides if x not in begins), *more, quoted("ckpt", path)]
-
-
-def _own_folders(run: FormerRun) -> list[Path]:
-    """The folder of --config-dir that the run was started with, if any."""
-    own = run.config_dirs()
-    if gone := [each for each in own if not each.is_dir()]:
-        raise UserError(f"resume={run.directory}: {gone[0]} is gone; give --config-dir FOLDER")
-    return own
 
 
 def _merged(run: FormerRun, typed: dict[str, str]) -> list[str]:

@@ -25,7 +25,7 @@ from hybridtrain.report.charts import shortened
 from hybridtrain.report.history import HISTORY_FILE, RunCurve, read_history
 from hybridtrain.util.files import read_text
 from hybridtrain.util.option_types import is_number
-from hybridtrain.util.streams import printable_in
+from hybridtrain.util.streams import printable, printable_in
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
 RESUMED_FROM = "resumed_from.ckpt"
@@ -290,7 +290,10 @@ def sheet(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """The cell's text; an apostrophe precedes what a spreadsheet would take for a formula."""
+    """The cell's text; an apostrophe precedes what a spreadsheet would take for a formula.
+
+    Characters that would steer a terminal are escaped.
+    """
     match value:
         case None:
             return ""
@@ -300,7 +303,7 @@ def _cell(value: Any) -> str:
             return f"{value:.7g}" if math.isfinite(value) else ""
     text = "" if value is ABSENT else str(value)
     formula = text[:1] in ("=", "+", "-", "@", "\t", "\r") and not isinstance(value, int)
-    return f"'{text}" if formula else text
+    return printable(f"'{text}" if formula else text)
 
 
 # ---- differences --------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import errno
 import gzip
 import io
 import os
-import re
 import stat
 import struct
 import time
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.pickle_calls import call_for_memory
 
 _NAMELESS = getattr(os, "O_TMPFILE", 0)  # Linux, and not on every file system
 _LONGEST = 200  # of 255 bytes that names may have
@@ -228,7 +228,9 @@ def _fault_of(path: Path) -> str | None:
                     return f"its {_name(entry)} is packed, and torch.save packs nothing"
             bad = archive.testzip() or _unsealed(path, archive)
             pickles = [] if bad else [x for x in entries if x.filename.endswith("data.pkl")]
-            calls = next(filter(None, (call_for_memory(archive.read(x)) for x in pickles)), None)
+            size = path.stat().st_size
+            found = (call_for_memory(archive.read(x), size) for x in pickles)
+            calls = next(filter(None, found), None)
     except FileNotFoundError:
         return "there is no such file"
     except zipfile.BadZipFile as error:
@@ -248,28 +250,13 @@ def _name(entry: zipfile.ZipInfo) -> str:
     return entry.filename.partition("/")[2] or entry.filename
 
 
-_FOR_MEMORY = re.compile(rb"cbuiltins\n(bytearray)\n|c(torch[\w.]*\n\w*Tensor)\n")
-
-
-def call_for_memory(pickled: bytes | mmap) -> str | None:
-    """Find a call in a pickle that takes memory without content for it; ``None``: there is none.
-
-    ``torch.load`` allows ``bytearray(n)`` and ``torch.Tensor(n)``; ``torch.save`` writes neither.
-    """
-    found = _FOR_MEMORY.search(pickled)
-    if found is None:
-        return None
-    called = (found[1] or found[2]).decode().replace("\n", ".")
-    return f"it calls {called}, for memory beside its content"
-
-
 def fault_of_old(path: Path) -> str | None:
     """What is wrong with a checkpoint that is no archive, as far as that is known unread."""
     with open_input(path, "the checkpoint") as file:
         if not os.fstat(file.fileno()).st_size:
             return None  # torch.load says so
         with mmap(file.fileno(), 0, prot=PROT_READ) as content:
-            return call_for_memory(content)
+            return call_for_memory(content, len(content))
 
 
 def _unsealed(path: Path, archive: zipfile.ZipFile) -> str | None:

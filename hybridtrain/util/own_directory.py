@@ -8,7 +8,9 @@ are followed if they are this user's or root's. A name that another user has mov
 nowhere else.
 
 May be written by: this user, root, and members of a group that this user is in (a umask of 002, a
-group's project folder). In a sticky directory (``/tmp``) nobody replaces a file of another's.
+group's project folder). In a sticky directory (``/tmp``) nobody replaces a file of another's. Users
+and groups that an access control list names count as others do: with a list, the group's bits of
+the mode are only its mask.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -29,6 +32,10 @@ _MOST_LINKS = 40
 _LOOK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC  # elsewhere than on Linux: plain
 _FOLDER = _LOOK | os.O_NOFOLLOW | os.O_DIRECTORY
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+_ACL, _HEADER_BYTES = "system.posix_acl_access", 4
+_ENTRY = struct.Struct("<HHI")  # tag, permissions, number of the user or group
+_USER, _GROUP, _MASK = 0x02, 0x08, 0x10
+_WRITE = 2
 
 
 class Foreign(UserError):
@@ -51,6 +58,29 @@ def stranger_of(found: os.stat_result) -> tuple[str, str] | None:
     if found.st_mode & stat.S_IWGRP and found.st_gid not in (os.getegid(), *os.getgroups()):
         said = f"can be written by a group that you are not in (number {found.st_gid})"
         return said, "say chmod g-w"
+    return None
+
+
+def named_stranger_of(path: Path, found: os.stat_result) -> tuple[str, str] | None:
+    """Who else an access control list (POSIX ACL) lets write; answers as :func:`stranger_of`.
+
+    Args:
+        path: may be that of a descriptor, in ``/proc``.
+        found: its status.
+    """
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+        return None
+    try:
+        entries = [*_ENTRY.iter_unpack(os.getxattr(path, _ACL)[_HEADER_BYTES:])]
+    except (AttributeError, OSError):  # not on Linux, a file system without lists, or no list
+        return None
+    mask = next((allowed for tag, allowed, _ in entries if tag == _MASK), _WRITE)
+    own = {_USER: (os.geteuid(), 0), _GROUP: (os.getegid(), *os.getgroups())}
+    for tag, allowed, number in entries:
+        if allowed & mask & _WRITE and number not in own.get(tag, (number,)):
+            kind = "user" if tag == _USER else "group"
+            said = f"can be written by another {kind} (number {number}, of its ACL)"
+            return said, "say setfacl -b"
     return None
 
 
@@ -151,7 +181,9 @@ class OwnDirectory:
             ) from error
 
     def _judge(self, fd: int, path: Path) -> None:
-        if (found := stranger_of(os.fstat(fd))) is not None:
+        status, opened = os.fstat(fd), Path(f"/proc/self/fd/{fd}")  # O_PATH has no fgetxattr
+        found = stranger_of(status) or named_stranger_of(opened, status)
+        if found is not None:
             said, way_out = found
             name = f" {path}" if way_out.startswith("say") else ""
             raise Foreign(
@@ -201,6 +233,30 @@ class OwnDirectory:
             os.close(link)
 
 
+def check_below(folder: Path, asked: str, ending: str) -> None:
+    """Check the files with this ending in a folder and below it, before a library opens them.
+
+    So are the directories on the way to them. Links are followed to what is as much this user's
+    own; hidden directories are left out. Raises as :class:`OwnDirectory`.
+    """
+    left: list[tuple[Path, ...]] = [(folder,)]  # a directory behind those on the way to it
+    while left:
+        way = left.pop()
+        here, names = way[-1], list[str]()
+        if os.path.realpath(here) in map(os.path.realpath, way[:-1]):
+            continue  # a link to a directory that it is in
+        with suppress(OSError):  # closed to this user: nothing reads it
+            names = os.listdir(here)  # noqa: PTH208  (names)
+        wanted = [name for name in names if name.endswith(ending)]
+        for each in way if wanted or len(way) == 1 else ():
+            OwnDirectory(each, asked).close()
+        for path in (Path(os.path.realpath(here / name)) for name in wanted):
+            with OwnDirectory(path.parent, asked) as opened:
+                opened.check(path.name)
+        below = (here / name for name in names if not name.startswith("."))
+        left += [(*way, each) for each in below if os.path.isdir(each)]  # noqa: PTH112
+
+
 def stranger_to(path: Path) -> str | None:
     """Who else can change a file of data, in words; ``None``: nobody, or it cannot be read.
 
@@ -208,7 +264,8 @@ def stranger_to(path: Path) -> str | None:
     """
     try:
         for each in (path.parent, path):
-            if (found := stranger_of(each.stat())) is not None:
+            found = stranger_of(status := each.stat()) or named_stranger_of(each, status)
+            if found is not None:
                 return f"{'it' if each is path else 'its folder'} {found[0]}"
     except OSError:
         pass

@@ -18,8 +18,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from hybridtrain.cli import claim
+from hybridtrain.cli import claim, hydra_config
 from hybridtrain.cli.commands.transcribe import load_module
+from hybridtrain.cli.former_run import FormerRun, own_below
 from hybridtrain.cli.hydra_config import complete_overrides
 from hybridtrain.cli.resume import expanded
 from hybridtrain.cli.sweep import resumed
@@ -296,6 +297,31 @@ def test_the_last_checkpoint_is_looked_for_in_own_runs_alone(
     assert "ckpt=last: no run of this model in out has left a whole checkpoint" in result.err
 
 
+@pytest.mark.parametrize("option", ["resume=auto", "ckpt=last"])
+def test_a_run_that_its_owner_has_closed_is_passed_over_in_one_line(
+    option: str, broken_off: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(broken_off, "out/mine")
+    shutil.copytree(broken_off, "out/theirs")
+    give_away(Path("out/theirs"), monkeypatch)
+    look = os.stat
+
+    def closed(path: Any, **how: Any) -> os.stat_result:
+        if "theirs/.hydra/" in str(path):  # root is kept out of nothing
+            raise PermissionError(13, "Permission denied")
+        return look(path, **how)
+
+    monkeypatch.setattr(os, "stat", closed)
+    with redirect_stdout(StringIO()):
+        assert "out/mine" in " ".join(expanded(complete_overrides([*SHARED, option])))
+    claim.release_all()
+    with redirect_stderr(StringIO()) as said:
+        (mine,) = own_below(Path("out"), option, FormerRun.read)
+    assert mine.directory == Path("out/mine")
+    (line,) = said.getvalue().splitlines()
+    assert line.startswith(f"hybridtrain: {option}: passes over 1 below out that other users can")
+
+
 def test_a_checkpoint_of_another_user_is_not_the_newest_of_a_run(
     broken_off: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +362,47 @@ def test_a_sweep_that_others_can_have_written_does_not_go_on(
         "resume=auto: passes over 1 below jobs that other users can have written: "
         in said.getvalue()
     )
+
+
+def own_configuration(name: str, patch: pytest.MonkeyPatch) -> None:
+    """A folder for --config-dir, in which a stranger has a part."""
+    Path("conf/callbacks").mkdir(parents=True)
+    Path("conf/callbacks/mine.yaml").write_text("{}")
+    give_away(Path("conf") / name, patch)
+
+
+CONFIGURATION = pytest.mark.parametrize("name", ["", "callbacks", "callbacks/mine.yaml"])
+
+
+@CONFIGURATION
+def test_a_folder_of_configurations_that_others_can_have_written_is_not_read(
+    name: str, broken_off: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_configuration(name, monkeypatch)
+    shutil.copytree(broken_off, "run")
+    sources = [{"provider": "command-line", "path": str(Path("conf").absolute())}]
+    said = {"overrides": {"hydra": []}, "runtime": {"config_sources": sources}}
+    Path("run/.hydra/hydra.yaml").write_text(json.dumps({"hydra": said}))
+    theirs = Path("conf").absolute() / name
+    assert f"resume=run: --config-dir: {theirs} belongs to another user" in (
+        command("resume=run").complaint
+    )
+    shutil.copytree("conf", "copy")
+    with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        monkeypatch.setattr(hydra_config, "MORE_DIRS", [Path("copy")])
+        assert expanded(["resume=run"])
+    claim.release_all()
+
+
+@CONFIGURATION
+def test_a_folder_of_configurations_that_others_can_have_written_is_not_read_by_a_sweep(
+    name: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_configuration(name, monkeypatch)
+    Path("jobs").mkdir()
+    folders = [str(Path("conf").absolute())]
+    Path("jobs/sweep.json").write_text(json.dumps(asdict(Sweep(["task=digits"], [], folders))))
+    assert "belongs to another user" in command("-m", "resume=jobs").complaint
 
 
 @pytest.mark.parametrize("name", ["", ".hydra", ".hydra/config.yaml", "summary.json"])

@@ -11,7 +11,7 @@ from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.report import page, svg
 from hybridtrain.report.charts import style
 from hybridtrain.report.history import ALWAYS
-from hybridtrain.report.runs import read_run
+from hybridtrain.report.runs import read_run, sheet
 from hybridtrain.util.streams import printable
 
 EVIL = '<b>&"\x1b'
@@ -59,3 +59,10 @@ def test_text_of_another_user_in_a_message_does_not_steer_a_terminal(
     to_stderr(f"{STEERS} belongs to another user\n\tnext line")
     said = r"hybridtrain: \x1b[2J\x9b31m\x07\u202e\udcff belongs to another user"
     assert capsys.readouterr().err == f"{said}\n\tnext line\n"
+
+
+def test_a_cell_of_a_sheet_does_not_steer_a_terminal() -> None:
+    """Names of directories are in it."""
+    made = sheet([STEERS], [{STEERS: STEERS}, {STEERS: f"={STEERS}"}])
+    said = r"\x1b[2J\x9b31m\x07\u202e\udcff"
+    assert made.splitlines() == [f"\ufeff{said}", said, f"'={said}"]

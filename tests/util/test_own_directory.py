@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import pytest
 
 from hybridtrain.errors import UserError
 from hybridtrain.util import own_directory
-from hybridtrain.util.own_directory import Foreign, OwnDirectory, stranger_of, why_not_own
+from hybridtrain.util.own_directory import (
+    Foreign,
+    OwnDirectory,
+    check_below,
+    stranger_of,
+    stranger_to,
+    why_not_own,
+)
 from tests.support.strangers import STRANGER, give_away
 
 GROUPS = {os.getegid(), *os.getgroups()}
@@ -81,6 +89,61 @@ def test_a_group_may_write_if_this_user_is_in_it() -> None:
             f"can be written by a group that you are not in (number {other})",
             "say chmod g-w",
         )
+
+
+NO_ONE = 0xFFFFFFFF
+OWN, USER, OWN_GROUP, GROUP, MASK, OTHER = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20  # tags
+GROUP_OF_OTHERS = max(GROUPS) + 1
+
+
+def put_list(path: Path, *named: tuple[int, int, int], mask: int = 7) -> None:
+    """Give a file an access control list: tag, permissions and number of those that it names."""
+    entries = [(OWN, 7, NO_ONE), (OWN_GROUP, 5, NO_ONE), (MASK, mask, NO_ONE), (OTHER, 5, NO_ONE)]
+    content = struct.pack("<I", 2)
+    for entry in sorted([*entries, *named]):
+        content += struct.pack("<HHI", *entry)
+    try:
+        os.setxattr(path, "system.posix_acl_access", content)
+    except (AttributeError, OSError):
+        pytest.skip("no access control lists here")
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("tag", "number", "kind"),
+    [(USER, STRANGER, "user"), (GROUP, GROUP_OF_OTHERS, "group")],
+)
+def test_what_an_access_list_lets_others_write_is_refused(
+    part: str, tag: int, number: int, kind: str, run: Path
+) -> None:
+    """With a list, the group's bits of the mode are its mask, and the group is one's own."""
+    path = run / part
+    put_list(path, (tag, 7, number))
+    with pytest.raises(
+        Foreign, match=rf"by another {kind} \(number {number}, of its ACL\), .* setfacl -b {path}$"
+    ):
+        read(run)
+    if part:
+        assert "of its ACL" in str(stranger_to(path if path.is_file() else path / "config.yaml"))
+    os.removexattr(path, "system.posix_acl_access")
+    path.chmod(0o700)
+    assert read(run) == "mine"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_access_list_that_lets_no_other_write_is_allowed(part: str, run: Path) -> None:
+    put_list(run / part, (USER, 5, STRANGER), (USER, 7, os.geteuid()), (GROUP, 7, os.getegid()))
+    assert read(run) == "mine"
+    put_list(run / part, (USER, 7, STRANGER), mask=5)
+    assert read(run) == "mine"
+    put_list(run / part, (USER, 7, 0))
+    assert read(run) == "mine"
+
+
+def test_a_sticky_directory_may_have_an_access_list(run: Path) -> None:
+    put_list(run, (USER, 7, STRANGER))
+    run.chmod(run.stat().st_mode | stat.S_ISVTX)
+    assert read(run) == "mine"
 
 
 def test_root_may_write_and_in_a_sticky_directory_nobody_replaces_files_of_others() -> None:
@@ -169,6 +232,30 @@ def test_a_name_that_is_exchanged_at_any_moment_gives_no_content_of_the_stranger
         assert read(run) == "mine"
     except UserError as error:
         assert "links are not followed there" in str(error)
+
+
+def test_files_below_a_folder_are_judged_with_the_directories_on_the_way(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "a/b").mkdir(parents=True)
+    (run / "data").mkdir()
+    (run / "data").chmod(0o777)  # without such files
+    (run / "a/b/x.yaml").write_text("mine")
+    (run / "link").symlink_to("a")
+    (run / "itself").symlink_to(".")
+    check_below(run, "x", ".yaml")
+    for part in ("a/b/x.yaml", "a/b", "a", "."):
+        before = (run / part).stat().st_mode
+        (run / part).chmod(0o777)
+        with pytest.raises(Foreign, match="can be written by everybody"):
+            check_below(run, "x", ".yaml")
+        (run / part).chmod(before)
+    (run / "a/link.yaml").symlink_to(run.parent / "theirs.yaml")
+    check_below(run, "x", ".yaml")
+    (run.parent / "theirs.yaml").write_text("theirs")
+    give_away(run.parent / "theirs.yaml", monkeypatch)
+    with pytest.raises(Foreign, match=r"theirs\.yaml belongs to another user"):
+        check_below(run, "x", ".yaml")
 
 
 def test_no_descriptor_is_left_whatever_happens(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

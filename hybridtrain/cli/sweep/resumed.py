@@ -19,7 +19,13 @@ from hybridtrain.cli import config_values, hydra_config
 from hybridtrain.cli.claim import attempt, claim, release
 from hybridtrain.cli.config_values import ABSENT, changed_keys, quoted
 from hybridtrain.cli.exit_status import CommandOutcome
-from hybridtrain.cli.former_run import FORMAT, FormerRun, own_below, without_environment
+from hybridtrain.cli.former_run import (
+    FORMAT,
+    FormerRun,
+    own_below,
+    own_folders,
+    without_environment,
+)
 from hybridtrain.cli.resume import (
     ASIDE,
     AUTO,
@@ -208,9 +214,9 @@ def _choosing(options: dict[str, str]) -> dict[str, str]:
 
 
 def _going_on(directory: Path, former: Sweep, typed: dict[str, str]) -> list[str]:
-    hydra_config.MORE_DIRS[:] = hydra_config.MORE_DIRS or [Path(x) for x in former.config_dirs]
-    if gone := [each for each in hydra_config.MORE_DIRS if not each.is_dir()]:
-        raise UserError(f"resume={directory}: {gone[0]} is gone; give --config-dir FOLDER")
+    hydra_config.MORE_DIRS[:] = hydra_config.MORE_DIRS or own_folders(
+        [Path(x) for x in former.config_dirs], f"resume={directory}"
+    )
     print(f"the sweep in {directory} goes on", flush=True)
     known, now = former.by_key(), {key.lstrip("+~"): text for key, text in typed.items()}
     own = without_environment(

@@ -58,7 +58,7 @@ def load_checkpoint(path: Path) -> Any:
             f"ckpt={path}: the file is corrupt or no checkpoint "
             f"({type(error).__name__}); choose another"
         ) from None
-    check_sizes(content, f"ckpt={path}")
+    check_sizes(content, f"ckpt={path}", path.stat().st_size)
     return content
 
 
@@ -86,6 +86,8 @@ def _check_parameters(path: Path, found: Mapping[str, Any], module: pl.Lightning
         for x, value in wanted.items()
         if x in found and isinstance(value, torch.Tensor) and _kind(found[x]) != _kind(value)
     ]
+    weights = {x: value for x, value in found.items() if isinstance(value, torch.Tensor)}
+    problems += [f"{x} has no content" for x, value in weights.items() if value.is_meta]
     if problems:
         more = f", and {len(problems) - 2} more differences" if len(problems) > 2 else ""
         raise UserError(
@@ -99,4 +101,5 @@ def _kind(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"type {type(value).__name__}"
     numbers = "" if value.is_floating_point() else f" of {value.dtype}"
-    return f"shape {tuple(value.shape)}{numbers}"
+    layout = "" if value.layout is torch.strided else f" in {value.layout}"
+    return f"shape {tuple(value.shape)}{numbers}{layout}"

@@ -9,6 +9,7 @@ factors, history or blocks of any shape, which the first rule bounds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
@@ -27,12 +28,13 @@ _NESTED = (Mapping, list, tuple, set)
 Place = tuple[Any, ...]  # the place of the container, and the key in it
 
 
-def check_sizes(content: Any, source: str) -> None:
+def check_sizes(content: Any, source: str, file_bytes: float = math.inf) -> None:
     """Refuse tensors that take much more memory than the file has content for.
 
     Args:
         content: of the checkpoint.
         source: the user's argument, for the error: ``ckpt=last.ckpt``.
+        file_bytes: size of the file, where it is known: other storages count for nothing.
 
     Raises:
         UserError: naming the largest of them.
@@ -52,7 +54,7 @@ def check_sizes(content: Any, source: str) -> None:
                 wanted += n_bytes
             if where is None or n_bytes > largest:
                 largest, where = n_bytes, (place, tensor)
-    known = sum(held.values())
+    known = min(sum(held.values()), file_bytes)
     if where is not None and wanted > _TIMES * known + _SPARE_BYTES:
         place, tensor = where
         raise UserError(
@@ -108,11 +110,11 @@ def _path(place: Place) -> str:
     return ".".join([*place, *reversed(parts)])
 
 
-def _in_words(n_bytes: int) -> str:
+def _in_words(n_bytes: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
             return f"{n_bytes / size:,.1f} {unit}"
-    return f"{n_bytes} bytes"
+    return f"{n_bytes:,} bytes"
 
 
 # ---- shapes, where the optimizers are known ------------------------------------------------------

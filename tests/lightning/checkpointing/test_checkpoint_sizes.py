@@ -129,6 +129,13 @@ def test_many_views_of_one_storage_count_each_where_nothing_can_be_tied() -> Non
         check_sizes({"state_dict": {str(n): whole[n:] for n in range(50)}}, "ckpt=x.ckpt")
 
 
+def test_a_storage_that_the_file_does_not_hold_lifts_no_limit() -> None:
+    content = {"a": torch.zeros(2**20)}
+    check_sizes(content, "ckpt=x.ckpt", 2**22)
+    with pytest.raises(UserError, match=r"4\.0 MiB, and the file holds 1,000 bytes of them"):
+        check_sizes(content, "ckpt=x.ckpt", 1000)
+
+
 def in_itself(depth: int, width: int) -> list[Any]:
     made: list[Any] = []
     for _ in range(depth):
@@ -205,6 +212,98 @@ def test_a_call_that_takes_memory_is_refused_unread(
         load_checkpoint(path)
     with pytest.raises(UserError, match=rf"it calls {named}, for memory beside its content"):
         make_trainer("hybrid", 1).fit(Scheduled(), datamodule=TinyData(), ckpt_path=path)
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def named(function: str) -> bytes:
+    module, _, name = function.rpartition(".")
+    return f"c{module}\n{name}\n".encode()
+
+
+def called(function: str, *args: bytes) -> bytes:
+    return named(function) + b"(" + b"".join(args) + b"tR"
+
+
+def nested(depth: int, encoding: str) -> bytes:
+    made = called("_codecs.encode", text("A" * 64), text("latin1"))
+    for _ in range(depth):
+        made = called("_codecs.encode", made, text(encoding))
+    return made
+
+
+def repeated(function: str, *args: bytes) -> bytes:
+    """A list of calls that copy one argument again and again."""
+    made = named(function) + b"q\x00(" + b"".join(args) + b"tq\x01R"
+    return b"](" + made + 1000 * b"h\x00h\x01R" + b"e"
+
+
+MANY = b"J" + struct.pack("<i", 2**30)
+PLACE = b"(" + text("storage") + named("torch.FloatStorage") + text("0") + text("cpu")
+OF_TYPE = "torch._tensor._rebuild_from_type_v2"
+WITHOUT_CONTENT = {
+    "nested encodings": nested(26, "hex"),
+    "nested encodings as latin1": nested(1, "latin1"),
+    "punycode": called("_codecs.encode", text("a"), text("punycode")),
+    "an encoding whose arguments are a list": named("_codecs.encode")
+    + b"]("
+    + text("a")
+    + text("hex")
+    + b"eR",
+    "one text encoded many times": repeated("_codecs.encode", text("A" * 9000), text("latin1")),
+    "one list copied many times": repeated("builtins.set", b"](" + 9000 * b"N" + b"e"),
+    "bytearray by its old name": called("__builtin__.bytearray", MANY),
+    "TypedStorage": called("torch.storage.TypedStorage", MANY),
+    "UntypedStorage": called("torch.storage.UntypedStorage", MANY),
+    "FloatStorage": called("torch.FloatStorage", MANY),
+    "FloatStorage made anew": named("torch.FloatStorage") + MANY + b"\x85\x81",
+    "FloatStorage by the memo": named("torch.FloatStorage") + b"q\x00h\x00" + MANY + b"\x85R",
+    "TypedStorage by another call": called(
+        OF_TYPE, named("torch.storage.TypedStorage"), b"N", MANY + b"\x85", b"N"
+    ),
+    "another device's tensor": called("torch._utils._rebuild_device_tensor_from_cpu_tensor"),
+    "a storage larger than the file": PLACE + MANY + b"tQ",
+    "a storage without a size": PLACE + b"\x88tQ",
+}
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("kind", WITHOUT_CONTENT)
+def test_what_takes_memory_without_content_is_refused_unread(
+    kind: str, old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where ``torch.load`` allows it with ``weights_only``."""
+    path, pickled = tmp_path / "x.ckpt", b"\x80\x02" + WITHOUT_CONTENT[kind] + b"."
+    if old:
+        ahead = [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}]
+        path.write_bytes(b"".join(pickle.dumps(x, protocol=2) for x in ahead) + pickled)
+    else:
+        archive(path, pickled)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(
+        UserError, match=r"memory beside|more elements than the file|as torch\.save"
+    ):
+        load_checkpoint(path)
+
+
+SAVED = {
+    "bytes": [b"abc\xff", [b"abc"] * 100, b"\x00" * 10_000],
+    "sets and sizes": [{1, 2}, torch.Size((1, 2)), 1j, torch.device("cpu"), torch.float32],
+    "parameters": nn.Parameter(torch.ones(3)),
+    "one storage twice": [WEIGHT[:5], WEIGHT[5:]],
+    "a tensor with attributes": torch.ones(2),
+}
+SAVED["a tensor with attributes"].mine = 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("kind", SAVED)
+def test_each_call_that_torch_save_writes_is_made(kind: str, old: bool, tmp_path: Path) -> None:
+    content = {"mine": SAVED[kind], "state_dict": {"w": torch.ones(3)}}
+    torch.save(content, tmp_path / "x.ckpt", _use_new_zipfile_serialization=not old)
+    assert repr(load_checkpoint(tmp_path / "x.ckpt")) == repr(content)
 
 
 def test_a_packed_archive_is_refused_unread(tmp_path: Path) -> None:
@@ -362,3 +461,21 @@ def test_a_large_weight_is_compared_with_the_modules_before_it_is_copied(
     torch.save(content, tmp_path / "x.ckpt")
     with pytest.raises(UserError, match=r"net\.0\.weight has shape \(64,\) instead of"):
         check_checkpoint(tmp_path / "x.ckpt", Scheduled())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x.to_sparse(), r"net\.0\.weight has shape .* in torch\.sparse_coo instead of"),
+        (lambda x: x.to("meta"), r"net\.0\.weight has no content"),
+    ],
+)
+def test_a_weight_that_is_sparse_or_has_no_content_is_one_line(
+    change: Callable[[torch.Tensor], torch.Tensor], said: str, saved: Saved, tmp_path: Path
+) -> None:
+    content = saved("hybrid")
+    content["state_dict"]["net.0.weight"] = change(content["state_dict"]["net.0.weight"])
+    torch.save(content, tmp_path / "x.ckpt")
+    with pytest.raises(UserError, match=said) as found:
+        check_checkpoint(tmp_path / "x.ckpt", Scheduled())
+    assert "\n" not in str(found.value)
