@@ -6,16 +6,17 @@ sends the content of each. The calling process puts it into the object that it h
 so whoever holds a list, a tensor, an average or an optimizer has it with what training has made of
 it. What training has made anew comes home as plain data, in the attributes that hold it.
 
-Looked into are containers, layers, optimizers, schedules, objects with ``state_dict``, and
-attributes of objects whose classes the user has written. Weights come home on their own
-(``results/returned_training.py``), and so do the trainer's optimizers and schedules
+Looked into are containers, layers, optimizers, schedules, objects with ``state_dict``, random
+number generators, and attributes of objects whose classes the user has written. Weights come home
+on their own (``results/returned_training.py``), and so do the trainer's optimizers and schedules
 (``results/returned_optimizers.py``); here they are only known.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections import deque
+from array import array
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -33,6 +34,7 @@ from hybridtrain.engine.step.shared_buffers import lies_apart
 from hybridtrain.lightning.hooks.trainer_hooks import HOW_IT_STEPS, WRITER
 from hybridtrain.lightning.states.plain_data import (
     ATOMS,
+    BUFFERS,
     DICTS,
     LIGHTNING,
     SEQUENCES,
@@ -46,10 +48,12 @@ from hybridtrain.lightning.states.plain_data import (
     is_users,
     resolved,
 )
+from hybridtrain.util.generators import GENERATORS, set_state, state_of
 
 _MOST = 20_000  # objects
 _MOST_PARTS = 1_000  # of a container that is looked into
 _LEAST_ELEMENTS = 1_000_000  # of tensors, in all, or four times those of the model
+_CONTAINERS = (*SEQUENCES, *DICTS, *BUFFERS, ChainMap, np.ndarray)
 _DATA = (Dataset, DataLoader, Sampler, pl.LightningDataModule, pl.Trainer, Strategy, type)
 
 Contents = dict[Way, tuple[str, Any]]  # by the way to an object: its class, and what it holds
@@ -176,9 +180,9 @@ def _is_looked_into(value: Any) -> bool:
     kind: type = type(value)
     if isinstance(value, _DATA):
         return False
-    if kind in SEQUENCES or kind in DICTS or _is_tensor(value) or kind is np.ndarray:
+    if kind in _CONTAINERS or _is_tensor(value):
         return True
-    return isinstance(value, torch.nn.Module) or _has_state(value) or is_users(kind)
+    return isinstance(value, (torch.nn.Module, *GENERATORS)) or _has_state(value) or is_users(kind)
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -187,6 +191,10 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
     elif kind in DICTS and len(value) <= _MOST_PARTS:
         yield from enumerate(value.values())
+    elif kind is ChainMap:
+        yield from enumerate(value.maps)
+    elif kind is np.ndarray and value.dtype == object and value.size <= _MOST_PARTS:
+        yield from enumerate(value.flat)
     elif isinstance(value, torch.nn.Module):
         yield from _tensors(value).items()
         yield from value.named_children()
@@ -232,9 +240,18 @@ def _content(value: Any, refer: Callable[[Any], Held | None]) -> Any:
         return _sendable(value.state_dict())
     if type(value) in (tuple, frozenset):
         raise NotPlain  # it cannot change
-    if type(value) in SEQUENCES or type(value) in DICTS or type(value) is np.ndarray:
+    if type(value) in _CONTAINERS:
         return content_of(value, refer)
+    if isinstance(value, GENERATORS):
+        return _state_in(value), attributes_of(_attributes(value), refer)
     return attributes_of(_attributes(value), refer)
+
+
+def _state_in(generator: Any) -> Any:
+    try:
+        return state_of(generator)
+    except NotImplementedError:
+        raise NotPlain from None
 
 
 def _sendable(state: Any) -> Any:
@@ -254,14 +271,14 @@ def _fill(mine: Any, content: Any, at: Callable[[Way], Any]) -> None:
                 mine.data = content.to(mine.device, mine.dtype)
         case np.ndarray():
             if mine.shape == content.shape and mine.flags.writeable:
-                mine[...] = content
+                mine[...] = resolved(content, at)
         case torch.nn.Module():
             tensors, attributes = content
             _fill_module(mine, tensors)
             _set(mine, attributes, at)
         case Optimizer():
             load_in_place(mine, content)
-        case list() | deque():
+        case list() | deque() if type(mine) in SEQUENCES:
             items = list(resolved(content, at))
             mine.clear()
             mine.extend(items)
@@ -269,6 +286,14 @@ def _fill(mine: Any, content: Any, at: Callable[[Way], Any]) -> None:
             items = resolved(content, at)
             mine.clear()
             mine.update(items)
+        case bytearray() | array() if type(mine) in BUFFERS:
+            mine[:] = content
+        case ChainMap() if type(mine) is ChainMap:
+            mine.maps[:] = resolved(content, at).maps
+        case _ if isinstance(mine, GENERATORS):
+            state, attributes = content
+            _set(mine, attributes, at)
+            set_state(mine, state)
         case _ if _has_state(mine):
             mine.load_state_dict(content)
         case _:
