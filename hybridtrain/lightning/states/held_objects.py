@@ -19,6 +19,7 @@ from array import array
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hybridtrain.engine.step.shared_buffers import lies_apart
@@ -54,15 +56,21 @@ _MOST = 20_000  # objects
 _MOST_PARTS = 1_000  # of a container that is looked into
 _LEAST_ELEMENTS = 1_000_000  # of tensors, in all, or four times those of the model
 _CONTAINERS = (*SEQUENCES, *DICTS, *BUFFERS, ChainMap, np.ndarray)
+_LOADERS = frozenset(("train_dataloaders", "val_dataloaders", "dataloaders"))
 _DATA = (Dataset, DataLoader, Sampler, pl.LightningDataModule, pl.Trainer, Strategy, type)
 
 Contents = dict[Way, tuple[str, Any]]  # by the way to an object: its class, and what it holds
 
 
 class HeldObjects:
-    """The objects that can be reached when a run starts, by the ways to them."""
+    """The objects that can be reached when a run starts, by the ways to them.
 
-    def __init__(self, trainer: Any) -> None:
+    Args:
+        trainer: of this process.
+        given: arguments of the trainer's method; of the loaders among them only generators.
+    """
+
+    def __init__(self, trainer: Any, given: Mapping[str, Any]) -> None:
         self._objects: dict[Way, Any] = {}
         self._ways: dict[int, Way] = {}
         self._filled: list[Way] = []
@@ -76,6 +84,8 @@ class HeldObjects:
             for number, each in enumerate(getattr(trainer, kind)):
                 self._know((kind, number), each)
                 due += (((kind, number, x), v) for x, v in vars(each).items() if x != WRITER)
+        for name in sorted(_LOADERS & given.keys()):
+            due += (((name, *way), each) for way, each in _generators_of(given[name]))
         while due and len(self._objects) < _MOST:
             way, value = due.popleft()
             if isinstance(value, ATOMS) or id(value) in self._ways or not _is_looked_into(value):
@@ -208,6 +218,18 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     own = getattr(value, "__dict__", {})
     is_module = isinstance(value, torch.nn.Module)
     return [(name, each) for name, each in own.items() if not is_module or is_own(name)]
+
+
+def _generators_of(loaders: Any) -> Iterator[tuple[Way, Any]]:
+    """Those that the loaders and their samplers hold; data sets are data."""
+    leaves = tree_leaves(getattr(loaders, "iterables", loaders))
+    for number, loader in enumerate(islice(leaves, _MOST_PARTS)):
+        batches = getattr(loader, "batch_sampler", None)
+        samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        for place, part in enumerate((loader, *samplers)):
+            if not isinstance(part, Dataset | pl.LightningDataModule):
+                own = getattr(part, "__dict__", {}).items()
+                yield from (((number, place, x), v) for x, v in own if isinstance(v, GENERATORS))
 
 
 def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import random
 import warnings
 from array import array
 from collections import ChainMap, Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,16 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities import CombinedLoader
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning.states import held_objects
@@ -712,6 +719,80 @@ def test_byte_arrays_chained_dictionaries_and_arrays_of_objects_come_home_in_pla
     assert inner[0] is first and callback.objects[1]["a"] is inner
     assert callback.made[0]["n"] is callback.bytes and callback.made[1] == b"x"
     assert callback.made[2][0] is first
+
+
+class Shuffling(Sampler[int]):
+    """A sampler of the user's own, with a generator of numpy."""
+
+    def __init__(self) -> None:
+        self.dice = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.dice.permutation(24).tolist())
+
+    def __len__(self) -> int:
+        return 24
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1, 2] * 12, 24, generator=seeded())},
+    "of a part": lambda: {"sampler": SubsetRandomSampler(range(24), generator=seeded())},
+    "own": lambda: {"sampler": Shuffling()},
+    "shuffled": lambda: {"shuffle": True, "generator": seeded()},
+}
+
+
+class Seeing(Regression):
+    """Notes what it is trained on, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += batch[1].flatten().tolist()
+        return super().training_step(batch, batch_idx)
+
+
+def seen_in_two_trainings(strategy: str, kind: str, workers: int = 1, **options: Any) -> Any:
+    module, loader = Seeing(), DataLoader(regression_data(24), 4, **SAMPLERS[kind]())
+    for _ in range(2):
+        trainer = make_trainer(strategy, workers, max_epochs=1, **options)
+        trainer.fit(module, CombinedLoader(loader) if kind == "own" else loader)
+    half = len(module.seen) // 2
+    return module.seen[:half], module.seen[half:]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@STRATEGY
+def test_the_order_of_a_loader_with_a_generator_goes_on_in_the_next_training_as_on_one_device(
+    strategy: str, kind: str
+) -> None:
+    options = {"use_distributed_sampler": kind != "shuffled"}
+    seen = [seen_in_two_trainings(each, kind, **options) for each in (strategy, "auto")]
+    assert seen[0] == seen[1] and seen[0][0] != seen[0][1]
+
+
+@pytest.mark.parametrize("kind", ["weighted", "of a part", "own"])
+def test_the_order_that_workers_share_goes_on_in_the_next_training(kind: str) -> None:
+    first, second = seen_in_two_trainings("hybrid", kind, workers=2)
+    assert first != second and len(first) == len(second) == 12
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_order_of_a_shuffled_loader_is_that_of_the_seed_in_each_training(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under DDP: by seed and epoch, whatever generator the loader has."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    first, second = seen_in_two_trainings("hybrid", "shuffled", workers)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    third, _ = seen_in_two_trainings("hybrid", "shuffled", workers)
+    assert first == second != third
 
 
 class OwnList(list[int]):
