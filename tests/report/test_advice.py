@@ -33,10 +33,10 @@ def recorded(
     policy: Any = "hybrid",
     sizes: Sequence[int] = (8, 8, 8, 8),
     epoch: int = 20,  # rounds
-    rests: Sequence[int] = (),  # sizes in an epoch's last round, if they are others
     size_bytes: int = 0,
     fetches: bool = False,  # in the middle of each mini-batch
     requirements: Mapping[str, Any] | None = None,
+    rests: Sequence[int] = (),  # sizes in an epoch's last round, if they are others
     **strategy: Any,
 ) -> dict[str, Any]:
     """Write the record of a run in lock-step, with these times; returns its statistics."""
@@ -58,9 +58,8 @@ def recorded(
             at_s, part_s = now_s + seconds[worker], seconds[worker] / (1 + fetches)
             if fetches:
                 writer.event("Push", worker, 0, now_s + part_s, part_s, 0.0)
-            writer.event(
-                "Push", worker, 0, at_s, part_s, (rests if last and rests else sizes)[worker]
-            )
+            samples = (rests if last and rests else sizes)[worker]
+            writer.event("Push", worker, 0, at_s, part_s, samples)
         now_s += max(seconds) + UPDATE_S
         for worker in range(len(seconds) if last else 0):
             writer.event("Gather", worker, 0, now_s, 0.0, 0.0)
