@@ -93,11 +93,13 @@ def test_it_is_part_of_a_sweep_and_of_a_search(
     for words in commands("Compare, sweep and search"):
         run(words)
     assert "quorum.Quorum" in Path("sweep/comparison.html").read_text()
+    assert Path("longer/summary.json").is_file()
     ends = [json.loads(each.read_text()) for each in Path().glob("*/*/summary.json")]
     assert len(ends) == 4 and all(each["exit"] == 0 for each in ends)
     assert sorted(each["strategy"] for each in ends) == ["hybrid", *["quorum.Quorum"] * 3]
     said = capfd.readouterr().out
     assert "strategy.policy._target_=quorum.Quorum" in said and "policy=own" not in said
+    assert re.search(r"^quorum\.Quorum:least=3 +1x6 ", said, re.MULTILINE)
 
 
 def test_all_files_of_the_section_are_used_by_its_commands() -> None:

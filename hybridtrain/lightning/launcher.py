@@ -131,7 +131,7 @@ class HybridLauncher(Launcher):
         job.room = scratch.path
         check_startup(strategy.run_setup, start, usable_cores(), job)
         job.look_through(forked=method == "fork")
-        held = HeldObjects(trainer)
+        held = HeldObjects(trainer, job.given())
         try:
             if strategy.node_rank > 0:
                 results = self._relay(job, start)
@@ -213,7 +213,7 @@ class HybridLauncher(Launcher):
     def _play(self, instead: Runner, job: _TrainerCall) -> Any:
         """Run the workers in this process."""
         self._strategy.keeping.is_whole()
-        held = HeldObjects(job.trainer)
+        held = HeldObjects(job.trainer, job.given())
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
         if not results:
             return None
@@ -374,7 +374,7 @@ def _run_in_worker(job: _TrainerCall, client: Client) -> Any:
     gather_by_keys()
     trainer: Any = job.trainer
     strategy = job.strategy
-    held = HeldObjects(trainer)
+    held = HeldObjects(trainer, job.given())
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)
     leave_signals_alone(trainer)  # the parent handles them

@@ -1,4 +1,4 @@
-"""The states of this process's random number generators."""
+"""The states of random number generators: of this process's, and of one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
+
+GENERATORS = (
+    random.Random,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    torch.Generator,
+)
 
 
 def look() -> dict[str, Any]:
@@ -28,3 +36,34 @@ def put(states: dict[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def state_of(generator: Any) -> Any:
+    """The state of one of ``GENERATORS``.
+
+    Raises:
+        NotImplementedError: if it has none (``random.SystemRandom``).
+    """
+    match generator:
+        case random.Random():
+            return generator.getstate()
+        case torch.Generator():
+            return generator.get_state()
+        case np.random.RandomState():
+            return generator.get_state(legacy=False)
+        case np.random.Generator():
+            return generator.bit_generator.state
+    return generator.state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put it into one of the same class."""
+    match generator:
+        case random.Random():
+            generator.setstate(state)
+        case torch.Generator() | np.random.RandomState():
+            generator.set_state(state)
+        case np.random.Generator():
+            generator.bit_generator.state = state
+        case _:
+            generator.state = state

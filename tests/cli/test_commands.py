@@ -31,6 +31,17 @@ def test_the_help_of_a_command_begins_with_what_it_does(command: Command, name: 
     assert f"hybridtrain {name}" in done.out
 
 
+@pytest.mark.parametrize(
+    "name", ["compare", "key", "new", "plan", "replay", "transcribe", "vectors"]
+)
+def test_a_command_that_needs_arguments_is_one_line_without_them(
+    command: Command, name: str
+) -> None:
+    done = command(name)
+    assert done.code == 2 and done.out == ""
+    assert len(done.err.splitlines()) == 1 and done.err.startswith("error: ")
+
+
 def test_the_help_lists_all_commands_with_a_line_each() -> None:
     text = OmegaConf.load(ROOT / "conf" / "config.yaml").hydra.help.template
     for name, line in COMMANDS.items():

@@ -36,6 +36,7 @@ def recorded(
     size_bytes: int = 0,
     fetches: bool = False,  # in the middle of each mini-batch
     requirements: Mapping[str, Any] | None = None,
+    rests: Sequence[int] = (),  # sizes in an epoch's last round, if they are others
     **strategy: Any,
 ) -> dict[str, Any]:
     """Write the record of a run in lock-step, with these times; returns its statistics."""
@@ -52,13 +53,15 @@ def recorded(
     if size_bytes:
         writer.tell({"begin": {"parameters": "", "bytes": size_bytes}})
     for number in range(rounds):
+        last = number % epoch == epoch - 1
         for worker in sorted(range(len(seconds)), key=seconds.__getitem__):
             at_s, part_s = now_s + seconds[worker], seconds[worker] / (1 + fetches)
             if fetches:
                 writer.event("Push", worker, 0, now_s + part_s, part_s, 0.0)
-            writer.event("Push", worker, 0, at_s, part_s, sizes[worker])
+            samples = (rests if last and rests else sizes)[worker]
+            writer.event("Push", worker, 0, at_s, part_s, samples)
         now_s += max(seconds) + UPDATE_S
-        for worker in range(len(seconds) if number % epoch == epoch - 1 else 0):
+        for worker in range(len(seconds) if last else 0):
             writer.event("Gather", worker, 0, now_s, 0.0, 0.0)
     writer.close()
     return {
@@ -177,6 +180,25 @@ def test_a_run_is_observed_with_its_epochs_updates_and_sizes(tmp_path: Path) -> 
     recorded(tmp_path / "other", [1.0, 2.0], sizes=(32, 8))
     with pytest.raises(UserError, match="mini-batches of 8, 32 samples were recorded"):
         observe(tmp_path / "other")
+
+
+@pytest.mark.parametrize("sizes, rests", [((8, 8), (1, 2)), ((16, 17), ()), ((8, 8), (9, 8))])
+def test_smaller_mini_batches_at_the_end_of_an_epoch_are_not_the_size_of_a_run(
+    tmp_path: Path, sizes: tuple[int, int], rests: tuple[int, ...]
+) -> None:
+    recorded(tmp_path, [1.0, 2.0], epoch=2 if rests != (9, 8) else 3, sizes=sizes, rests=rests)
+    assert observe(tmp_path).batch_size == max(sizes)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (30, 32)])
+def test_workers_whose_usual_mini_batches_differ_have_a_line_that_says_what_to_do(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    recorded(tmp_path, [1.0, 2.0], sizes=sizes)
+    with pytest.raises(
+        UserError, match=r"give a run in which most .* \(a smaller data\.batch_size"
+    ):
+        observe(tmp_path)
 
 
 def test_a_run_whose_workers_met_inside_a_host_cannot_be_observed(tmp_path: Path) -> None:

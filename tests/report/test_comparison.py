@@ -366,6 +366,7 @@ def test_several_folders_are_compared_in_the_working_directory_or_where_one_says
     assert capsys.readouterr().out.startswith("2 runs: there/comparison.html")
     assert 'href="./../one"' in (tmp_path / "there/comparison.html").read_text()
     assert compare.main(["one"]) == 0
+    assert capsys.readouterr().out.startswith("1 run: comparison.html")
     assert (tmp_path / "comparison.html").is_file() and not (
         tmp_path / "one/comparison.html"
     ).exists()

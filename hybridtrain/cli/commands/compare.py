@@ -50,7 +50,8 @@ def run(arguments: Sequence[str]) -> None:
     """Write the page, and print its path."""
     folders, out = parse(arguments)
     runs = compare(folders, out)
-    print(f"{len(runs)} runs: {out / PAGE} (sheets: {out / RUNS}, {out / CURVES})")
+    counted = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    print(f"{counted}: {out / PAGE} (sheets: {out / RUNS}, {out / CURVES})")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

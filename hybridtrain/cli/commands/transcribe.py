@@ -120,8 +120,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0, or 2 after one line on standard error."""
-    given = sys.argv[1:] if arguments is None else arguments
-    return command(run, __doc__, given or ["--help"])
+    return command(run, __doc__, arguments)
 
 
 if __name__ == "__main__":

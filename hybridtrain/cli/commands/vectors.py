@@ -25,6 +25,8 @@ KNOWN = ("most_similar", "analogies", "similarity", "top")
 
 def run(arguments: Sequence[str]) -> None:
     """Answer, one line each."""
+    if not arguments:
+        raise UserError("no file was given; give vectors.bin or vectors.txt of a run")
     file, *rest = arguments
     given = options(rest, KNOWN)
     top = given.pop("top", "10")
@@ -53,8 +55,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0, or 2 after one line on standard error."""
-    given = sys.argv[1:] if arguments is None else arguments
-    return command(run, __doc__, given or ["--help"])
+    return command(run, __doc__, arguments)
 
 
 if __name__ == "__main__":

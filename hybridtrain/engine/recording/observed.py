@@ -27,6 +27,7 @@ from hybridtrain.engine.recording.record_reader import (
     batches_in,
     find_record,
     read_record,
+    usual,
 )
 from hybridtrain.errors import UserError
 from hybridtrain.util.streams import printable_in
@@ -66,8 +67,8 @@ def observe(run: str | Path) -> Observed:
     """Read the beginning of a run's record, at most ``MOST_EVENTS``.
 
     Raises:
-        UserError: if there is no record, a worker has pushed nothing, or the workers' mini-batches
-            differ in size.
+        UserError: if there is no record, a worker has pushed nothing, or the workers' usual
+            mini-batches differ by more than a sample, or a tenth.
     """
     return observed_in(read_record(find_record(run), MOST_EVENTS))
 
@@ -78,11 +79,15 @@ def observed_in(record: Record) -> Observed:
     given = pushes[pushes["samples"] > 0]
     batches = batches_in(record, given["samples"], size)
     each = given["samples"] / batches
-    sizes = {float(np.median(each[given["worker"] == w])) for w in times}
-    if len(sizes) > 1 or not min(sizes) >= 1:
+    sizes = {usual(each[given["worker"] == worker]) for worker in times}
+    least, most = min(sizes), max(sizes)
+    # Workers that share an epoch of less than a mini-batch each have one sample more or less.
+    if most - least > min(1, most / 10) or not least >= 1:
         raise UserError(
             f"{record.path}: mini-batches of {', '.join(f'{x:g}' for x in sorted(sizes))} samples "
-            "were recorded; virtual time without a task has one size for all workers"
+            "were recorded; virtual time without a task has one size for all workers: give a run "
+            "in which most mini-batches of each worker have the same (a smaller data.batch_size, "
+            "or more data; no batch_size_per_worker)"
         )
     steps = float(batches.mean())
     return Observed(

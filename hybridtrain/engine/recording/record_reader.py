@@ -190,13 +190,23 @@ def batch_size_of(record: Record) -> float:
     samples = record.of_kind("Push")["samples"]
     samples = samples[samples > 0]
     if not len(samples) or (steps := int(record.header.get("steps", 1))) == 1:
-        return float(np.median(samples)) if len(samples) else 0.0
+        return usual(samples) if len(samples) else 0.0
     config, most = record.header["about"].get("config", {}), float(samples.max())
     given = 1
     for group, name in (("data", "batch_size"), ("trainer", "accumulate_grad_batches")):
         value = (config.get(group) or {}).get(name)  # a user's own data may mean anything by it
         given *= value if type(value) is int and value > 0 else 1
     return given if 1 <= most / given <= steps else most / steps
+
+
+def usual(sizes: Numbers) -> float:
+    """The size that half of the mini-batches have, or their median.
+
+    Of two that half of them have, it is the larger: the last one of an epoch is a rest.
+    """
+    values, counts = np.unique(sizes, return_counts=True)
+    often = values[2 * counts >= len(sizes)]
+    return float(often.max()) if len(often) else float(np.median(sizes))
 
 
 def times_of(record: Record) -> dict[int, list[float]]:

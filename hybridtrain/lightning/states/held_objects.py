@@ -6,18 +6,20 @@ sends the content of each. The calling process puts it into the object that it h
 so whoever holds a list, a tensor, an average or an optimizer has it with what training has made of
 it. What training has made anew comes home as plain data, in the attributes that hold it.
 
-Looked into are containers, layers, optimizers, schedules, objects with ``state_dict``, and
-attributes of objects whose classes the user has written. Weights come home on their own
-(``results/returned_training.py``), and so do the trainer's optimizers and schedules
+Looked into are containers, layers, optimizers, schedules, objects with ``state_dict``, random
+number generators, and attributes of objects whose classes the user has written. Weights come home
+on their own (``results/returned_training.py``), and so do the trainer's optimizers and schedules
 (``results/returned_optimizers.py``); here they are only known.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections import deque
+from array import array
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,12 +29,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hybridtrain.engine.step.shared_buffers import lies_apart
 from hybridtrain.lightning.hooks.trainer_hooks import HOW_IT_STEPS, WRITER
 from hybridtrain.lightning.states.plain_data import (
     ATOMS,
+    BUFFERS,
     DICTS,
     LIGHTNING,
     SEQUENCES,
@@ -46,19 +50,27 @@ from hybridtrain.lightning.states.plain_data import (
     is_users,
     resolved,
 )
+from hybridtrain.util.generators import GENERATORS, set_state, state_of
 
 _MOST = 20_000  # objects
 _MOST_PARTS = 1_000  # of a container that is looked into
 _LEAST_ELEMENTS = 1_000_000  # of tensors, in all, or four times those of the model
+_CONTAINERS = (*SEQUENCES, *DICTS, *BUFFERS, ChainMap, np.ndarray)
+_LOADERS = frozenset(("train_dataloaders", "val_dataloaders", "dataloaders"))
 _DATA = (Dataset, DataLoader, Sampler, pl.LightningDataModule, pl.Trainer, Strategy, type)
 
 Contents = dict[Way, tuple[str, Any]]  # by the way to an object: its class, and what it holds
 
 
 class HeldObjects:
-    """The objects that can be reached when a run starts, by the ways to them."""
+    """The objects that can be reached when a run starts, by the ways to them.
 
-    def __init__(self, trainer: Any) -> None:
+    Args:
+        trainer: of this process.
+        given: arguments of the trainer's method; of the loaders among them only generators.
+    """
+
+    def __init__(self, trainer: Any, given: Mapping[str, Any]) -> None:
         self._objects: dict[Way, Any] = {}
         self._ways: dict[int, Way] = {}
         self._filled: list[Way] = []
@@ -72,6 +84,8 @@ class HeldObjects:
             for number, each in enumerate(getattr(trainer, kind)):
                 self._know((kind, number), each)
                 due += (((kind, number, x), v) for x, v in vars(each).items() if x != WRITER)
+        for name in sorted(_LOADERS & given.keys()):
+            due += (((name, *way), each) for way, each in _generators_of(given[name]))
         while due and len(self._objects) < _MOST:
             way, value = due.popleft()
             if isinstance(value, ATOMS) or id(value) in self._ways or not _is_looked_into(value):
@@ -176,9 +190,9 @@ def _is_looked_into(value: Any) -> bool:
     kind: type = type(value)
     if isinstance(value, _DATA):
         return False
-    if kind in SEQUENCES or kind in DICTS or _is_tensor(value) or kind is np.ndarray:
+    if kind in _CONTAINERS or _is_tensor(value):
         return True
-    return isinstance(value, torch.nn.Module) or _has_state(value) or is_users(kind)
+    return isinstance(value, (torch.nn.Module, *GENERATORS)) or _has_state(value) or is_users(kind)
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -187,6 +201,10 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
     elif kind in DICTS and len(value) <= _MOST_PARTS:
         yield from enumerate(value.values())
+    elif kind is ChainMap:
+        yield from enumerate(value.maps)
+    elif kind is np.ndarray and value.dtype == object and value.size <= _MOST_PARTS:
+        yield from enumerate(value.flat)
     elif isinstance(value, torch.nn.Module):
         yield from _tensors(value).items()
         yield from value.named_children()
@@ -200,6 +218,18 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     own = getattr(value, "__dict__", {})
     is_module = isinstance(value, torch.nn.Module)
     return [(name, each) for name, each in own.items() if not is_module or is_own(name)]
+
+
+def _generators_of(loaders: Any) -> Iterator[tuple[Way, Any]]:
+    """Those that the loaders and their samplers hold; data sets are data."""
+    leaves = tree_leaves(getattr(loaders, "iterables", loaders))
+    for number, loader in enumerate(islice(leaves, _MOST_PARTS)):
+        batches = getattr(loader, "batch_sampler", None)
+        samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        for place, part in enumerate((loader, *samplers)):
+            if not isinstance(part, Dataset | pl.LightningDataModule):
+                own = getattr(part, "__dict__", {}).items()
+                yield from (((number, place, x), v) for x, v in own if isinstance(v, GENERATORS))
 
 
 def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -232,9 +262,18 @@ def _content(value: Any, refer: Callable[[Any], Held | None]) -> Any:
         return _sendable(value.state_dict())
     if type(value) in (tuple, frozenset):
         raise NotPlain  # it cannot change
-    if type(value) in SEQUENCES or type(value) in DICTS or type(value) is np.ndarray:
+    if type(value) in _CONTAINERS:
         return content_of(value, refer)
+    if isinstance(value, GENERATORS):
+        return _state_in(value), attributes_of(_attributes(value), refer)
     return attributes_of(_attributes(value), refer)
+
+
+def _state_in(generator: Any) -> Any:
+    try:
+        return state_of(generator)
+    except NotImplementedError:
+        raise NotPlain from None
 
 
 def _sendable(state: Any) -> Any:
@@ -254,14 +293,14 @@ def _fill(mine: Any, content: Any, at: Callable[[Way], Any]) -> None:
                 mine.data = content.to(mine.device, mine.dtype)
         case np.ndarray():
             if mine.shape == content.shape and mine.flags.writeable:
-                mine[...] = content
+                mine[...] = resolved(content, at)
         case torch.nn.Module():
             tensors, attributes = content
             _fill_module(mine, tensors)
             _set(mine, attributes, at)
         case Optimizer():
             load_in_place(mine, content)
-        case list() | deque():
+        case list() | deque() if type(mine) in SEQUENCES:
             items = list(resolved(content, at))
             mine.clear()
             mine.extend(items)
@@ -269,6 +308,14 @@ def _fill(mine: Any, content: Any, at: Callable[[Way], Any]) -> None:
             items = resolved(content, at)
             mine.clear()
             mine.update(items)
+        case bytearray() | array() if type(mine) in BUFFERS:
+            mine[:] = content
+        case ChainMap() if type(mine) is ChainMap:
+            mine.maps[:] = resolved(content, at).maps
+        case _ if isinstance(mine, GENERATORS):
+            state, attributes = content
+            _set(mine, attributes, at)
+            set_state(mine, state)
         case _ if _has_state(mine):
             mine.load_state_dict(content)
         case _:

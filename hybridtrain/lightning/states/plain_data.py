@@ -9,8 +9,10 @@ from __future__ import annotations
 import datetime
 import pickle
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from array import array
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from hybridtrain.engine.recording.run_description import is_installed
+from hybridtrain.util.generators import GENERATORS
 from hybridtrain.util.reachable import is_framework
 
 Way = tuple[Any, ...]  # names and numbers, from a root to an object
@@ -42,7 +45,10 @@ ATOMS = (
 )
 SEQUENCES = (list, tuple, set, frozenset, deque)
 DICTS = (dict, OrderedDict, defaultdict, Counter)
+BUFFERS = (bytearray, array)
 LIGHTNING = ("pytorch_lightning.", "lightning.")  # modules of either package
+_GENERATORS = (*GENERATORS, *np.random.BitGenerator.__subclasses__())
+_CPU = torch.device("cpu")
 _NUMPY = "biufcSUMm"  # kinds of numbers, texts, times
 
 
@@ -141,6 +147,12 @@ def _inside(value: Any, refer: Refer, left: list[int]) -> Any:
     match value:
         case np.generic() | np.ndarray() if value.dtype.kind in _NUMPY:
             return value.copy()
+        case np.ndarray() if value.dtype == object:
+            return _array_of([_copy(each, refer, left) for each in value.flat], value.shape)
+        case bytearray() | array() if type(value) in BUFFERS:
+            return copy(value)
+        case ChainMap() if type(value) is ChainMap:
+            return ChainMap(*(_copy(each, refer, left) for each in value.maps))
         case torch.Tensor() if type(value) is torch.Tensor:
             return value.detach().to("cpu", copy=True)
         case list() | tuple() | set() | frozenset() | deque() if type(value) in SEQUENCES:
@@ -155,16 +167,26 @@ def _inside(value: Any, refer: Refer, left: list[int]) -> Any:
             return type(value)(pairs)
         case tuple() if hasattr(value, "_fields") and _is_record(value):
             return type(value)(*(_copy(each, refer, left) for each in value))
+    if type(value) in _GENERATORS and getattr(value, "device", _CPU) == _CPU:
+        return deepcopy(value)
     if hasattr(value, "__dict__") and _is_record(value) and not _is_heavy(value):
         own = {name: _copy(each, refer, left) for name, each in vars(value).items()}
         return _record(type(value), own)
     raise NotPlain
 
 
+def _array_of(items: list[Any], shape: tuple[int, ...]) -> Any:
+    """An array of objects, each of which may be a container."""
+    made = np.empty(len(items), dtype=object)
+    for number, each in enumerate(items):
+        made[number] = each
+    return made.reshape(shape)
+
+
 def _is_heavy(value: Any) -> bool:
     """No record: a layer, data, a container with attributes."""
-    kinds = (torch.nn.Module, torch.utils.data.Dataset, torch.Tensor, dict, list, set, tuple)
-    return isinstance(value, kinds)
+    data = (torch.nn.Module, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
+    return isinstance(value, (*data, dict, list, set, tuple, *BUFFERS, *GENERATORS))
 
 
 def _items(value: Any) -> int:
@@ -172,7 +194,7 @@ def _items(value: Any) -> int:
         return value.numel()
     if isinstance(value, np.ndarray):
         return value.size
-    return len(value) if isinstance(value, (*SEQUENCES, dict)) else 0
+    return len(value) if isinstance(value, (*SEQUENCES, *BUFFERS, dict)) else 0
 
 
 def resolved(value: Any, at: Callable[[Way], Any]) -> Any:
@@ -182,6 +204,10 @@ def resolved(value: Any, at: Callable[[Way], Any]) -> Any:
             return at(value.way)
         case deque():
             return deque((resolved(each, at) for each in value), value.maxlen)
+        case np.ndarray() if value.dtype == object:
+            return _array_of([resolved(each, at) for each in value.flat], value.shape)
+        case ChainMap() if type(value) is ChainMap:
+            return ChainMap(*(resolved(each, at) for each in value.maps))
         case tuple() if hasattr(value, "_fields"):
             return type(value)(*(resolved(each, at) for each in value))
         case list() | tuple() | set() | frozenset():

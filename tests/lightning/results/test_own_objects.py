@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable
+from array import array
+from collections import ChainMap, Counter, deque
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +20,16 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities import CombinedLoader
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning.states import held_objects
@@ -597,6 +607,226 @@ def test_spawned_workers_fill_the_callers_objects_too(method: str) -> None:
 class Listed(Given):
     def get(self) -> Any:
         return tuple(self.given)
+
+
+# ---- random number generators, containers beside lists and dictionaries --------------------------
+
+
+class Own(random.Random):
+    """A class of the user's own, with a count."""
+
+    n = 0
+
+    def random(self) -> float:
+        self.n += 1
+        return super().random()
+
+
+class Drawing(Regression):
+    """It draws from generators that it holds, and from one that training makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numpy, self.legacy = np.random.default_rng(0), np.random.RandomState(0)
+        self.bits, self.dice = np.random.MT19937(0), random.Random(0)
+        self.inside: Any = {"torch": [torch.Generator().manual_seed(0)], "own": Own(0)}
+        self.system, self.made = random.SystemRandom(), None
+        self.drawn: list[Any] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.made = self.made or np.random.default_rng(1)
+        (torchs,) = self.inside["torch"]
+        self.drawn.append(
+            [
+                *(each.random() for each in (self.numpy, self.dice, self.inside["own"], self.made)),
+                self.legacy.standard_normal(),
+                int(self.bits.random_raw()),
+                float(torch.rand(1, generator=torchs)),
+            ]
+        )
+
+
+class DrawingCallback(pl.Callback):
+    """The same of a callback, by the objects of the module or its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+        self.drawn: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.drawn.append(self.generator.random())
+
+
+@STRATEGY
+def test_random_number_generators_go_on_in_the_next_training_as_on_one_device(
+    strategy: str,
+) -> None:
+    found = []
+    for each in (strategy, "auto"):
+        module, callback = Drawing(), DrawingCallback()
+        held = module.numpy, module.legacy, module.bits, module.dice, *module.inside["torch"]
+        generator = callback.generator
+        run(each, module, "fit", "fit", callbacks=[callback])
+        assert callback.generator is generator and module.inside["own"].n == 12
+        assert (module.numpy, module.legacy, module.bits, module.dice) == held[:4]
+        assert module.inside["torch"][0] is held[4]
+        found.append((module.drawn, callback.drawn, generator.random()))
+    assert found[0] == found[1] and len(found[0][1]) == 12
+
+
+def test_of_several_workers_generators_have_the_state_of_the_first() -> None:
+    module = Drawing()
+    run("hybrid", module, "fit", "fit", workers=2)
+    known, generator = Drawing(), random.Random(0)
+    assert [drawn[1] for drawn in module.drawn] == [generator.random() for _ in range(6)]
+    assert module.dice.getstate() == generator.getstate() != known.dice.getstate()
+
+
+class Containing(pl.Callback):
+    """Containers of the standard library and numpy, which the caller holds, too."""
+
+    def __init__(self) -> None:
+        self.bytes, self.array = bytearray(), array("d", [0.0])
+        self.chain = ChainMap[str, Any]({}, {"below": [0]})
+        self.objects = np.array([[], {"a": []}, None], dtype=object)
+        self.made: Any = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.bytes.append(1)
+        self.array[0] += 1
+        self.chain["n"] = self.chain.get("n", 0) + 1
+        self.chain["below"].append(self.chain["n"])
+        self.objects[0].append(1)
+        self.objects[1]["a"].append(self.objects[0])
+        self.objects[2] = self.chain["n"]
+        self.made = [ChainMap({"n": self.bytes}), bytearray(b"x"), self.objects.copy()]
+
+
+@STRATEGY
+def test_byte_arrays_chained_dictionaries_and_arrays_of_objects_come_home_in_place(
+    strategy: str,
+) -> None:
+    callback = Containing()
+    held = dict(vars(callback))
+    first, inner, below = callback.objects[0], callback.objects[1]["a"], callback.chain.maps[1]
+    run(strategy, Regression(), "fit", "fit", callbacks=[callback])
+    n = 12
+    assert all(vars(callback)[name] is each for name, each in held.items() if name != "made")
+    assert callback.bytes == bytearray(b"\1" * n) and callback.array.tolist() == [n]
+    assert callback.chain.maps[1] is below and below == {"below": [*range(n + 1)]}
+    assert callback.chain["n"] == callback.objects[2] == n
+    assert callback.objects[0] is first and first == [1] * n and len(inner) == n
+    assert inner[0] is first and callback.objects[1]["a"] is inner
+    assert callback.made[0]["n"] is callback.bytes and callback.made[1] == b"x"
+    assert callback.made[2][0] is first
+
+
+class Shuffling(Sampler[int]):
+    """A sampler of the user's own, with a generator of numpy."""
+
+    def __init__(self) -> None:
+        self.dice = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.dice.permutation(24).tolist())
+
+    def __len__(self) -> int:
+        return 24
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1, 2] * 12, 24, generator=seeded())},
+    "of a part": lambda: {"sampler": SubsetRandomSampler(range(24), generator=seeded())},
+    "own": lambda: {"sampler": Shuffling()},
+    "shuffled": lambda: {"shuffle": True, "generator": seeded()},
+}
+
+
+class Seeing(Regression):
+    """Notes what it is trained on, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += batch[1].flatten().tolist()
+        return super().training_step(batch, batch_idx)
+
+
+def seen_in_two_trainings(strategy: str, kind: str, workers: int = 1, **options: Any) -> Any:
+    module, loader = Seeing(), DataLoader(regression_data(24), 4, **SAMPLERS[kind]())
+    for _ in range(2):
+        trainer = make_trainer(strategy, workers, max_epochs=1, **options)
+        trainer.fit(module, CombinedLoader(loader) if kind == "own" else loader)
+    half = len(module.seen) // 2
+    return module.seen[:half], module.seen[half:]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@STRATEGY
+def test_the_order_of_a_loader_with_a_generator_goes_on_in_the_next_training_as_on_one_device(
+    strategy: str, kind: str
+) -> None:
+    options = {"use_distributed_sampler": kind != "shuffled"}
+    seen = [seen_in_two_trainings(each, kind, **options) for each in (strategy, "auto")]
+    assert seen[0] == seen[1] and seen[0][0] != seen[0][1]
+
+
+@pytest.mark.parametrize("kind", ["weighted", "of a part", "own"])
+def test_the_order_that_workers_share_goes_on_in_the_next_training(kind: str) -> None:
+    first, second = seen_in_two_trainings("hybrid", kind, workers=2)
+    assert first != second and len(first) == len(second) == 12
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_order_of_a_shuffled_loader_is_that_of_the_seed_in_each_training(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under DDP: by seed and epoch, whatever generator the loader has."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    first, second = seen_in_two_trainings("hybrid", "shuffled", workers)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    third, _ = seen_in_two_trainings("hybrid", "shuffled", workers)
+    assert first == second != third
+
+
+class OwnList(list[int]):
+    """A list with an attribute."""
+
+    length = 0
+
+
+class OwnBytes(bytearray):
+    pass
+
+
+class Lengthening(pl.Callback):
+    """Holds containers of the user's classes, and what iterators are of the standard library."""
+
+    def __init__(self) -> None:
+        self.list, self.bytes, self.count = OwnList([7]), OwnBytes(b"x"), itertools.count()
+        self.made: Any = None
+        self.also: Any = None
+        self.n = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.list.append(1)
+        self.list.length = len(self.list)
+        self.bytes.append(1)
+        self.made, self.also = Own(0), OwnBytes()
+        self.n = next(self.count) + 1
+
+
+def test_containers_of_own_classes_and_iterators_keep_what_they_had() -> None:
+    callback = Lengthening()
+    run("hybrid", Regression(), "fit", callbacks=[callback])
+    assert callback.list == [7] and callback.bytes == b"x" and callback.list.length == 7
+    assert callback.made is callback.also is None and callback.n == 6 and next(callback.count) == 0
 
 
 # ---- what does not come home --------------------------------------------------------------------
