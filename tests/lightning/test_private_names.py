@@ -206,6 +206,7 @@ NOT_LIGHTNINGS = {
     ("lightning/preflight/machine_checks.py", "_modules"): "of torch",
     ("lightning/preflight/machine_checks.py", "_trainer"): "a list of attributes that are no parts",
     ("report/runs.py", "_step"): "the end of a metric's name",
+    ("util/pickle_calls.py", "_get"): "of that class",
     ("util/reachable.py", "_modules"): "of torch",
     ("lightning/step/foreign_steps.py", "_version"): "of torch",
     ("lightning/step/session.py", "_version"): "of torch",
