@@ -26,7 +26,10 @@ def mark_wide(items: Iterable[pytest.Item]) -> None:
     """Mark all but these tests and cases ``wide``; slow tests and those for GPUs stay apart."""
     begun: set[str] = set()
     for item in items:
-        if any(item.get_closest_marker(name) for name in ("slow", "gpu", "wide")):
+        if any(item.get_closest_marker(name) for name in ("slow", "gpu")):
+            item.own_markers[:] = [each for each in item.own_markers if each.name != "wide"]
+            continue
+        if item.get_closest_marker("wide"):
             continue
         path, _, name = item.nodeid.partition("::")
         if path.startswith(FILES_BY_THEIR_FIRST_TEST):
