@@ -35,10 +35,10 @@ from benchmarks.machine import in_short, machine
 
 from hybridtrain import StepProfiler
 from hybridtrain.cli.quiet import hush_lightning
+from hybridtrain.engine.policies.registry import STRATEGIES as NAMES
 from hybridtrain.engine.profiling.time_spans import MEANINGS, Phase
 from hybridtrain.engine.worlds.channel import Channel
 from hybridtrain.errors import UserError
-from hybridtrain.registration import NAMES
 from hybridtrain.util.arguments import command, options
 
 MODEL, FIRST = "mlp-small", 100  # steps that do not count

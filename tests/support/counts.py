@@ -20,7 +20,7 @@ from pytorch_lightning.loggers.logger import Logger
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain.registration import NAMES
+from hybridtrain.engine.policies.registry import STRATEGIES as NAMES
 
 STRATEGIES = tuple(name for name in NAMES if name != "switch")  # it counts as its parts do
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"

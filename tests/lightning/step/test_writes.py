@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.engine.options.schemes import parts_of
-from hybridtrain.registration import NAMES
+from hybridtrain.engine.policies.registry import STRATEGIES as NAMES
 from tests.lightning.toys import Regression, fit, flat, make_trainer, regression_data
 from tests.picking import but_slow, by_default
 
