@@ -120,7 +120,7 @@ def test_every_folder_at_the_door_is_a_room() -> None:
     assert len(NEVER) <= 9
 
 
-def test_what_is_private_to_a_room_is_named_by_rooms_that_there_are() -> None:
+def test_the_rooms_that_must_not_be_imported_exist() -> None:
     assert {name for never in NEVER.values() for name in never.split()} <= (
         NEVER.keys() | MODULES_AT_THE_DOOR
     )

@@ -56,7 +56,7 @@ def test_an_update_of_some_under_whole_rounds_is_named_with_those_it_lacks() -> 
     assert "also of [0, 2]" in reason
 
 
-def test_who_waits_elsewhere_is_no_part_of_a_whole_round() -> None:
+def test_a_worker_in_a_meeting_is_no_part_of_a_whole_round() -> None:
     served = Served(2, Ordering(Needs(whole_rounds=True)))
     served.gather(0)
     assert served.push(1, 1.0) == released(1, 1)

@@ -109,7 +109,9 @@ def test_names_in_another_order_keep_their_values(
 
 @pytest.mark.parametrize("on_epoch", [False, True])
 @pytest.mark.parametrize("stage", ["fit", "validate"])
-def test_so_do_the_values_of_a_mini_batch(stage: str, on_epoch: bool) -> None:
+def test_values_logged_by_step_keep_their_names_in_another_order(
+    stage: str, on_epoch: bool
+) -> None:
     rows = Rows()
     write = partial(in_another_order, on_step=True, on_epoch=on_epoch)
     run(stage, "hybrid", Logs(write), callbacks=[rows])
