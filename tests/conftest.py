@@ -148,20 +148,27 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
             os._exit(CAME_BACK)
 
 
+LAUNCHERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NOT_GIVEN = {*LAUNCHERS, "PL_GLOBAL_SEED"} - set(os.environ)
+
+
+def take_back_variables() -> None:
+    """Remove what Lightning has put into the environment since the session began."""
+    for name in NOT_GIVEN:
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_is_handed_on() -> Iterator[None]:
     """Lightning's ddp leaves its process group behind, and forked ranks of a later test hang in it.
 
     Also takes back the environment variables that its launchers leave, and Lightning's seed, which
-    decides in which order samples are drawn.
+    decides in which order samples are drawn; a fixture of a module may have set them before.
     """
-    before = dict(os.environ)
+    take_back_variables()
     yield
     import torch
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    names = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    for name in (*names, "PL_GLOBAL_SEED"):
-        if name not in before:
-            os.environ.pop(name, None)
+    take_back_variables()

@@ -241,9 +241,10 @@ def written(page: str) -> dict[str, dict[str, str]]:
 
 
 def put(page: str, rows: dict[str, dict[str, str]]) -> str:
-    """The page with these rows in its table, and the others as they are."""
-    lines, old = page.splitlines(), written(page)
+    """The page with these rows in its table, the others as they are, in the order of STRATEGIES."""
+    lines, merged = page.splitlines(), written(page) | rows
+    ordered = {strategy: merged[strategy] for strategy in STRATEGIES if strategy in merged}
     heads = [n for n, line in enumerate(lines) if line.startswith(f"| | {COLUMNS[0]} |")]
     begin = heads[0]
     end = next(n for n in range(begin, len(lines)) if not lines[n].startswith("|"))
-    return "\n".join([*lines[:begin], *table(old | rows), *lines[end:]]) + "\n"
+    return "\n".join([*lines[:begin], *table(ordered), *lines[end:]]) + "\n"
