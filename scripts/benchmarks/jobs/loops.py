@@ -17,12 +17,11 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.jobs.models import MODELS, Trained, loader
 from hybridtrain import HybridStrategy
-from hybridtrain.engine.options.schemes import parts_of
 
 _FILE = "took.json"
 
@@ -117,7 +116,8 @@ def strategy_named(name: str) -> Any:
             return SingleDeviceStrategy("cpu")
         case "ddp":
             return DDPStrategy(start_method="fork", process_group_backend="gloo")
-    return HybridStrategy(**parts_of(name), threads_per_worker=1)
+    parts = StrategyRegistry[name]["init_params"]  # where every checkout has a strategy's parts
+    return HybridStrategy(**parts, threads_per_worker=1)
 
 
 class Steps(Protocol):
