@@ -35,7 +35,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.lightning.states import held_objects
 from tests.lightning.spawnable import adam
 from tests.lightning.toys import Regression, make_trainer, regression_data
-from tests.picking import by_default
+from tests.picking import but_slow, by_default
 
 STRATEGIES = ("hybrid", "async", "synchronous", "hogwild", "local_sgd", "downpour")
 STRATEGY = pytest.mark.parametrize("strategy", by_default(STRATEGIES, "hybrid"))
@@ -204,16 +204,17 @@ def after(strategy: Any, make: Callable[[], Any], n_fits: int, **options: Any) -
     return found
 
 
-@pytest.mark.parametrize("kind", by_default(MODULES, *MODULES))
-@ALIKE
+REFUSED = {("local_sgd", kind) for kind in ("manual optimization", "groups added in training")}
+ACCEPTED = [case for case in itertools.product(EQUAL, MODULES) if case not in REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), but_slow(ACCEPTED, lambda case, _: case[0] != "hybrid")
+)
 def test_optimizers_of_the_caller_have_the_state_and_rates_of_one_device(
     strategy: str, kind: str
 ) -> None:
     """And a second training goes on with them."""
-    if kind == "manual optimization" and strategy == "local_sgd":
-        pytest.skip("refused")
-    if kind == "groups added in training" and strategy == "local_sgd":
-        pytest.skip("refused")
     assert alike(after(strategy, MODULES[kind], 2), after("auto", MODULES[kind], 2))
 
 
