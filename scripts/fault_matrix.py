@@ -114,7 +114,7 @@ def run_all(given: argparse.Namespace) -> list[Row]:
 
 
 def read(path: str) -> list[Row]:
-    """Of an earlier ``matrix.json``."""
+    """Read the rows of an earlier ``matrix.json``."""
     known = {field.name for field in fields(Row)}
     found = json.loads(Path(path).read_text())["rows"]
     return [
@@ -138,7 +138,7 @@ def told(row: Row) -> str:
 
 
 def in_words(row: Row) -> str:
-    """What became of the run, in a table's cell."""
+    """Describe a run's outcome for a table's cell."""
     text = row.outcome if row.detected_s is None else f"{row.outcome}, {row.detected_s:.2g} s"
     if row.as_undisturbed:
         text += ", = bits"

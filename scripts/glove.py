@@ -122,7 +122,7 @@ def run_ours(given: argparse.Namespace, workers: int) -> tuple[float, Any, int]:
 
 
 def cost(tables: Any, entries: Path) -> float:
-    """Of all entries, per entry."""
+    """Return the mean cost of all entries."""
     module = GloVe(tables[0].shape[1], RATE, X_MAX, ALPHA)
     for table in tables:
         module.tables.append(torch.nn.Embedding.from_pretrained(torch.from_numpy(table)))

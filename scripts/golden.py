@@ -108,7 +108,7 @@ def begin(folder: Path) -> None:
 
 
 def made_with() -> dict[str, Any]:
-    """What the bits depend on."""
+    """Describe the machine and versions that the bits depend on."""
     from benchmarks.machine import machine
 
     facts = machine()
@@ -117,7 +117,7 @@ def made_with() -> dict[str, Any]:
 
 
 def warn(folder: Path) -> None:
-    """Of another machine, or other versions."""
+    """Warn of another machine, or other versions."""
     for each in differences(json.loads((folder / "made.json").read_text()), made_with()):
         print(f"{each.path}: {each.then} when recorded, {each.now} now", file=sys.stderr)
 
@@ -181,7 +181,7 @@ def place(folder: Path, case: Case) -> Path:
 
 
 def outcome(case: Case, given: argparse.Namespace, folder: Path) -> list[Difference]:
-    """What is not as it was."""
+    """List the differences from the recording."""
     sides = [place(given.dir, case)]
     if given.what == "compare":
         sides.append(place(folder, case))

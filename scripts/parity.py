@@ -146,7 +146,7 @@ def one_worker(options: argparse.Namespace) -> int:
 
 
 def one_worker_markdown(cells: dict[tuple[Case, str], str]) -> str:
-    """Of each case and strategy; of each strategy what is not compared, and why."""
+    """Write the table of cases and strategies, and what is not compared, and why."""
     lines = [ONE_WORKER_HEAD, f"| case | {' | '.join(f'`{s}`' for s in CLAIMS)} |"]
     lines.append("| --- " * (len(CLAIMS) + 1) + "|")
     for case in dict.fromkeys(case for case, _ in cells):

@@ -112,7 +112,7 @@ def _of_updates() -> list[str]:
 
 
 def _said(kind: type, name: str) -> str:
-    """What a docstring says of an argument."""
+    """Return the sentence on an argument in a docstring."""
     found = re.search(rf"^ +{name}: (.+?)$", kind.__doc__ or "", re.MULTILINE)
     return found[1].rstrip(".") if found else ""
 
@@ -153,7 +153,7 @@ def timeline_command(name: str) -> list[str]:
 
 
 def timeline_text(name: str) -> str:
-    """What a page shows and says of it."""
+    """Write a page's timeline and the text below it."""
     said = f"`python -m hybridtrain simulate {' '.join(timeline_command(name))} report=timeline`"
     if name in TIMED_WAYS:
         said = f"`scripts/scheme_pages.py`, with {EARLY['every']}"
@@ -212,7 +212,7 @@ Figures = Mapping[str, Mapping[str, float]]  # by scheme
 
 
 def figures_of(row: SimulationRow) -> dict[str, float]:
-    """What the dial shows of a run."""
+    """Return a run's figures for the dial."""
     line = smooth(row.loss)
     loss = [y for x, y in zip(line.x, line.y, strict=True) if x <= DIAL_S][-1]
     found = {"waits": row.waiting_share, "samples_per_s": row.samples_per_s, "loss": loss}

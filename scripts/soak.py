@@ -106,7 +106,7 @@ def run_all(given: argparse.Namespace) -> Iterator[Soaked]:
 
 
 def read(path: str) -> list[Soaked]:
-    """Of an earlier ``soak.json``."""
+    """Read the runs of an earlier ``soak.json``."""
     return [Soaked(**run) for run in json.loads(Path(path).read_text())["runs"]]
 
 

@@ -1,4 +1,4 @@
-"""What a small step costs, by cause, under each strategy, against Lightning's single device.
+"""Measure a small step by cause, under each strategy, against Lightning's single device.
 
     python scripts/step_costs.py [strategies=hybrid,async,hogwild] [workers=2] [seconds=3]
                                  [data=samples|batches] [doc=FILE]
@@ -121,7 +121,7 @@ class Costs(pl.Callback):
 
 
 def trained(name: str, workers: int, seconds: float, samples: bool, profiled: bool) -> Any:
-    """What was counted, or the profile, of all workers."""
+    """Train; return the counts, or the profile, of all workers."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         callbacks: list[pl.Callback] = [] if profiled else [Costs(place)]

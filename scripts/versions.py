@@ -60,7 +60,7 @@ class Row:
 
     @property
     def packages(self) -> dict[str, str]:
-        """What is installed beside torch, as pip takes it, by name."""
+        """Return the requirements beside torch, as pip takes them, by name."""
         hydra = f"hydra-core{'==' * (self.hydra[0].isdigit())}{self.hydra}"
         return {
             "hydra-core": hydra,
@@ -143,7 +143,7 @@ class Trial(Environment):
 
 
 def result(trial: Trial) -> str:
-    """What came of a row, in words; a row that cannot be had says why."""
+    """Describe a row's outcome; a row that cannot be had says why."""
     try:
         trial.make()
     except (SetupError, OSError) as error:

@@ -144,7 +144,7 @@ def gensims(
 def judged(
     given: argparse.Namespace, kind: str, words: Vocabulary, trained: Trained
 ) -> dict[str, float]:
-    """What vectors are worth."""
+    """Judge trained vectors by word similarity and by the loss."""
     known = KnownWords(words.words, trained.inputs)
     found = {
         name: known.similarity(datapath(file)).correlation

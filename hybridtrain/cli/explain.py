@@ -136,7 +136,7 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
 
 
 def find_fault(overrides: Sequence[str]) -> str | None:
-    """What is wrong with the first faulty override; None: each alone is valid."""
+    """Describe the fault of the first faulty override; None: each alone is valid."""
     try:
         check_groups(overrides)
     except UserError as error:

@@ -269,7 +269,7 @@ def runs_below(root: Path, name: str = CONFIG_FILE) -> Iterator[Path]:
 def own_below(
     root: Path, asked: str, read: Callable[[Path, str], T], name: str = CONFIG_FILE
 ) -> Iterator[T]:
-    """What ``read`` makes of runs or sweeps below ``root``, the latest first.
+    """Yield what ``read`` returns for runs or sweeps below ``root``, the latest first.
 
     Those that cannot be read are passed over. So are other users', which are counted in one line.
     """

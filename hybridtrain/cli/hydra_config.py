@@ -153,7 +153,7 @@ def with_own_parts(overrides: Sequence[str]) -> list[str]:
 
 
 def as_given(overrides: Sequence[str]) -> list[str]:
-    """Without what :func:`with_own_parts` has added, and adds again."""
+    """Remove the overrides that :func:`with_own_parts` has added, and adds again."""
     added = {text for part in PARTS for text in (f"++{part}={OWN}", f"{part}={{}}")}
     return [text for text in overrides if text not in added]
 

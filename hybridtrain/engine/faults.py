@@ -53,7 +53,7 @@ FACTORS = {"slow": 3.0, "corrupt_gradient": -1000.0}  # if none is given
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong, in which worker, and when.
+    """A fault to inject: its kind, the worker, and the moment.
 
     Args:
         kind: what goes wrong.

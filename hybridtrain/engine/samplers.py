@@ -295,7 +295,7 @@ class EpochSampler(Sampler[int]):
 
     @property
     def _n_dropped(self) -> int:
-        """Of the current lap, as Lightning does not count them either."""
+        """Samples dropped in the current lap, which Lightning does not count either."""
         now = (self.epoch, self._running.lap) if self._running is not None else ()
         return self._dropped[2] if self._dropped[:2] == now else 0
 

@@ -248,7 +248,7 @@ class Collectives:
 
 
 class _Unconnected(Collectives):
-    """Of a process that is no worker."""
+    """Collectives of a process that is no worker: it is the only participant."""
 
     def __init__(self) -> None:
         self.local = True

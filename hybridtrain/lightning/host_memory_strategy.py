@@ -149,7 +149,7 @@ class HostMemoryStrategy(ParallelStrategy, Scheme, ExpectsUpdates):
 
     @abstractmethod
     def end_training(self) -> WorkersTraining:
-        """What this worker has of its training, once it is over."""
+        """Return the parts of this worker's training that its result is made of."""
 
     @abstractmethod
     def exchange_last_steps(self) -> None:

@@ -1,4 +1,4 @@
-"""What code has that Lightning calls with a trainer alone.
+"""Find a trainer's strategy, worker and checkpoints, for code that has the trainer alone.
 
 All else is handed on when a part is made: by the launcher, and by the strategy, which makes the
 parts of a worker.

@@ -1,4 +1,4 @@
-"""What a run is made of, as the process that calls ``fit`` knows it before workers start."""
+"""The parts of a run, as the process that calls ``fit`` has them before workers start."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from hybridtrain.lightning.worker_context import WorkerContext
 
 @dataclass(frozen=True)
 class Alignment:
-    """What a worker does between mini-batches, so that all are where Lightning expects them.
+    """Calls between mini-batches that bring workers to where Lightning expects them.
 
     Args:
         await_turn: before a mini-batch, waits until this worker may begin it.

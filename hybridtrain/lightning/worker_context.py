@@ -1,4 +1,4 @@
-"""What one worker has, from its start to its end."""
+"""The parts of one worker, from its start to its end."""
 
 from __future__ import annotations
 

@@ -396,12 +396,12 @@ def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> str:
-    """What is null and what is not there are alike."""
+    """Return a value's text for comparison; a missing value equals null."""
     return repr(None if value is ABSENT else value)
 
 
 def _choices(runs: Sequence[Run], names: Iterable[str]) -> dict[str, list[Any]]:
-    """What each run chose of the groups in which they differ."""
+    """List each run's choices of the groups in which the runs differ."""
     groups = {"strategy": None} | {x.partition(".")[0]: None for x in names if "." in x}
     own = [dict(x.lstrip("+").partition("=")[::2] for x in run.overrides) for run in runs]
     chosen: dict[str, list[Any]] = {

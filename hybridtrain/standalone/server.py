@@ -344,7 +344,7 @@ class Server(Scheme):
         return [partial(work, replace(job, model=each, recorded=True)) for each in given]
 
     def _results(self, returned: list[Returned | None]) -> list[Any]:
-        """Of the bodies; ``None`` of lost workers. The model gets the leader's buffers."""
+        """List the bodies' results (of lost workers ``None``), and load the leader's buffers."""
         for each in returned:
             if each is not None and each.buffers:
                 self._model.take_buffers(each.buffers)
@@ -364,7 +364,7 @@ class Server(Scheme):
         return made_by(self._make(parameters), self.update, self.exchange)
 
     def _fresh_states(self) -> dict[str, dict[str, Any]] | None:
-        """Of the optimizer of the masters, after an update; ``None``: not known."""
+        """Return the optimizer state of the masters after one update; ``None``: not known."""
         named = {
             name: torch.nn.Parameter(torch.empty_like(each, device="meta"))
             for name, each in self._model.named

@@ -189,7 +189,7 @@ def is_archive(path: str | Path) -> bool:
 
 
 def fault_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint, in a few words; ``None`` if every checksum is right.
+    """Describe a damaged checkpoint in a few words; ``None`` if every checksum is right.
 
     The answer is cached until the file changes.
     """
@@ -251,7 +251,7 @@ def _name(entry: zipfile.ZipInfo) -> str:
 
 
 def fault_of_old(path: Path) -> str | None:
-    """What is wrong with a checkpoint that is no archive, as far as that is known unread."""
+    """Describe the fault of a checkpoint that is no archive, as far as that is known unread."""
     with open_input(path, "the checkpoint") as file:
         if not os.fstat(file.fileno()).st_size:
             return None  # torch.load says so

@@ -439,7 +439,7 @@ def own_part(what: str, given: Any, kind: type[T]) -> T | None:
 
 
 def _lacks(made: object, kind: type) -> str:
-    """What the object must have to be of a protocol, in words."""
+    """Describe what an object lacks to be of a class or protocol."""
     if not getattr(kind, "_is_protocol", False):
         return f": it must inherit {kind.__module__}.{kind.__qualname__}"
     names = {name for base in kind.__mro__ for name in (*vars(base), *_annotated(base))}
@@ -454,7 +454,7 @@ def _annotated(base: type) -> Collection[str]:
 def _as_typed(
     name: str, options: Mapping[str, Any], factory: Callable[..., Any] | None = None
 ) -> str:
-    """Without options that have their defaults."""
+    """Write a choice as it is typed, without options that have their defaults."""
     known = {} if factory is None else inspect.signature(factory).parameters
     own = {k: v for k, v in options.items() if k not in known or known[k].default != v}
     inner = ", ".join(f"{key}: {as_typed(value)}" for key, value in own.items())

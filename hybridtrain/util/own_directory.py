@@ -47,7 +47,7 @@ def _owner(found: os.stat_result) -> int:
 
 
 def stranger_of(found: os.stat_result) -> tuple[str, str] | None:
-    """Who else can change a file or directory, and the way out, in words; ``None``: nobody."""
+    """Describe who else can change a file or directory, and the way out; ``None``: nobody."""
     if (owner := _owner(found)) not in (os.geteuid(), 0):
         said = f"belongs to another user (number {owner})"
         return said, "make a copy and give that"
@@ -62,7 +62,7 @@ def stranger_of(found: os.stat_result) -> tuple[str, str] | None:
 
 
 def named_stranger_of(path: Path, found: os.stat_result) -> tuple[str, str] | None:
-    """Who else an access control list (POSIX ACL) lets write; answers as :func:`stranger_of`.
+    """Describe who else an access control list (POSIX ACL) lets write, as :func:`stranger_of`.
 
     Args:
         path: may be that of a descriptor, in ``/proc``.
@@ -258,7 +258,7 @@ def check_below(folder: Path, asked: str, ending: str) -> None:
 
 
 def stranger_to(path: Path) -> str | None:
-    """Who else can change a file of data, in words; ``None``: nobody, or it cannot be read.
+    """Describe who else can change a data file; ``None``: nobody, or it cannot be read.
 
     Its directory is judged as well: there a file can be replaced.
     """

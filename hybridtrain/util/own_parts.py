@@ -118,7 +118,7 @@ def is_class(what: str, given: object) -> UserError:
 
 
 def identity(part: Any, depth: int = _DEPTH) -> str:
-    """What a part is, in words that are the same in every process.
+    """Describe a part in words that are the same in every process.
 
     The part's ``repr``, unless an address in memory is in it, or it comes from a base class, which
     may not know all arguments; then class and arguments: ``my.Quorum(least=2)``. An argument is

@@ -40,11 +40,11 @@ Value: TypeAlias = str | int | tuple["Value", ...] | _Held | None
 
 
 class _Fault(Exception):
-    """What is wrong, in a few words."""
+    """Raised with the fault, in a few words."""
 
 
 def call_for_memory(pickled: bytes | mmap, n_bytes: int) -> str | None:
-    """What takes memory without content for it, in a few words; ``None``: nothing does.
+    """Describe a call that takes memory without content for it; ``None``: there is none.
 
     Args:
         pickled: one pickle, or a file of several.

@@ -1,4 +1,4 @@
-"""What ``torch.save`` writes, with checksums that show damage."""
+"""Write files with ``torch.save``, with checksums that show damage."""
 
 from __future__ import annotations
 

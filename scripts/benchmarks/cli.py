@@ -83,7 +83,7 @@ def check(parts: Sequence[str]) -> list[str]:
 
 
 def check_places(given: argparse.Namespace) -> None:
-    """What is to be written can be: known before minutes are spent.
+    """Check that the outputs can be written, before minutes are spent.
 
     Raises:
         UserError: if not.
@@ -128,7 +128,7 @@ def measure(
 
 
 def options_of(given: argparse.Namespace) -> Options:
-    """What was given, else what is usual, or quick."""
+    """Return the given options, else the usual or quick ones."""
     usual = QUICK if given.quick else Options()
     return Options(
         given.repeats or usual.repeats,

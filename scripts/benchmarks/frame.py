@@ -1,4 +1,4 @@
-"""What a part gets: the options, and the ways to compare."""
+"""The interface of a part: the options, and the ways to compare."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Read = Callable[[Any], tuple[float, str]]
 
 
 def seconds(found: Any) -> tuple[float, str]:
-    """Of a job that returns nothing else."""
+    """Read the result of a job that returns seconds alone."""
     return float(found), ""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the command line.
+    """Options of the command line.
 
     ``seconds``: about how long one run's timed steps take. ``only``: words that a work must name.
     """

@@ -1,4 +1,4 @@
-"""What was measured on: enough to judge a figure by, and no name of a host or a folder."""
+"""Describe the machine: enough to judge a figure by, and no name of a host or a folder."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str:
-    """Of the checkout this script lies in, with a plus where there are changes."""
+    """Return this checkout's commit, with a plus where there are changes."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:

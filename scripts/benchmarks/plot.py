@@ -75,7 +75,7 @@ def _ratios(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _speed(row: Row, ratio: float) -> float:
-    """Of goals in time, too, the speed is drawn: right is good everywhere."""
+    """Convert a ratio of times to one of speeds, so that right is good everywhere."""
     return ratio if row.goal.of == "speed" else 1 / ratio
 
 

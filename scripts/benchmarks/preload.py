@@ -1,4 +1,4 @@
-"""What every measured process has imported before it is forked."""
+"""Import modules once, before measured processes are forked."""
 
 from __future__ import annotations
 

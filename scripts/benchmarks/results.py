@@ -52,7 +52,7 @@ class Result:
         return Result(rows, {name: machines[name] for name in order})
 
     def where(self) -> str:
-        """What it was measured on, in a line for each set of parts."""
+        """Describe the machines, in a line for each set of parts."""
         lines: dict[str, list[str]] = {}
         for name, machine in self.machines.items():
             lines.setdefault(in_short(machine), []).append(name)

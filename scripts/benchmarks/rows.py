@@ -1,4 +1,4 @@
-"""What a part yields: a figure of ours beside a baseline's, and what the ratio should be."""
+"""Rows that a part yields: our figure, a baseline's, and the ratio that is the goal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a ratio is to reach, and what would be better still.
+    """The least value of a ratio, and the value to aim at.
 
     ``of``: ``"speed"``: how many times faster ours is (at least so much); ``"time"``: how many
     times as long ours takes (at most so much).
@@ -104,7 +104,7 @@ def compare(
 
 
 def row_of(content: dict[str, Any]) -> Row | Skipped:
-    """What ``as_dict`` has written."""
+    """Read a row that ``as_dict`` has written."""
     if content["kind"] == "skipped":
         return Skipped(content["part"], content["work"], content["reason"])
     names = Row.__dataclass_fields__

@@ -56,7 +56,7 @@ class Runner:
         self._context.set_forkserver_preload(["benchmarks.preload"])
 
     def run(self, job: Job) -> Any:
-        """What the function returns.
+        """Run the job in a process of its own; return its result.
 
         Raises:
             UserError: what the function has raised as such: something is not installed.

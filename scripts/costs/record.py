@@ -1,4 +1,4 @@
-"""What recording costs: microseconds an event, and the speed of runs with and without a record.
+"""Measure recording: microseconds an event, and the speed of runs with and without a record.
 
     python scripts/costs/record.py [--repeats 5]
 
@@ -109,7 +109,7 @@ def side_by_side(run: Any, repeats: int, event_us: float) -> str:
 
 @dataclass(frozen=True)
 class Done:
-    """Of one run; ``busy_s``: processor time of this process."""
+    """Figures of one run; ``busy_s``: processor time of this process."""
 
     samples_per_s: float
     step_s: float

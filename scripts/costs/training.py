@@ -1,4 +1,4 @@
-"""What the scripts that say the cost of one of our parts have in common."""
+"""The training that the scripts of this folder time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What watching the workers costs: microseconds of its parts, and of a step, with and without it.
+"""Measure watching the workers: microseconds of its parts, and of a step with and without it.
 
     python scripts/costs/watch.py [--repeats 6]
 
@@ -92,7 +92,7 @@ def look_us() -> float:
 
 @dataclass(frozen=True)
 class Done:
-    """Of one run; ``busy_s``: processor time of all its processes."""
+    """Figures of one run; ``busy_s``: processor time of all its processes."""
 
     samples_per_s: float
     step_s: float

@@ -1,1 +1,1 @@
-"""What ``scripts/golden.py`` runs, and how it holds two outcomes against each other."""
+"""The cases that ``scripts/golden.py`` runs, and the comparison of two outcomes."""

@@ -25,7 +25,7 @@ LIMIT_S = 240.0  # a run takes one or two seconds; this is for machines that are
 
 @dataclass
 class Said:
-    """What became of a command line."""
+    """The outcome of a command line."""
 
     status: int | None
     out: str
@@ -34,7 +34,7 @@ class Said:
 
     @property
     def well(self) -> dict[str, Any]:
-        """What is compared of a command that has to end well."""
+        """The compared part of the outcome of a command that has to succeed."""
         found: dict[str, Any] = {"status": self.status, "left": self.left}
         return found | ({"error": (self.err or self.out)[-300:]} if self.status else {})
 

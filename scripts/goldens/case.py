@@ -1,4 +1,4 @@
-"""What one comparison is."""
+"""One case of a comparison."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of its file."""
         return f"{self.what}/{self.strategy}/{self.task}"

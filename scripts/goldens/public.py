@@ -1,4 +1,4 @@
-"""What a user's Python sees: names, arguments, a fit of his own."""
+"""Record the public interface in Python: names, arguments, a fit of the user's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def documented() -> list[str]:
 
 
 def write_names(then: list[str]) -> None:
-    """Whether those of then are still there, and what the public ones take."""
+    """Write whether the names of then still exist, and the arguments of the public ones."""
     from pytorch_lightning.strategies import StrategyRegistry
 
     import hybridtrain

@@ -1,4 +1,4 @@
-"""What a user sees: help, configuration, files, errors, names that can be imported."""
+"""Record a user's view: help, configuration, files, errors, names that can be imported."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def seen(run: Path) -> Findings:
 
 
 def nameless(path: Path) -> str:
-    """Without dates, hosts, processes, steps."""
+    """Remove dates, hosts, processes and steps from a path."""
     return re.sub(r"\d+", "N", re.sub(r"tfevents.*", "tfevents", str(path)))
 
 
@@ -173,7 +173,7 @@ def swept(kept: Path, folder: Path) -> Findings:
 
 
 def curve_headers(folder: Path) -> Findings:
-    """Of the sheets that a comparison writes."""
+    """Return the column names of the sheets that a comparison writes."""
     found = {}
     for name in ("comparison.csv", "curves.csv"):
         path = folder / name
@@ -182,7 +182,7 @@ def curve_headers(folder: Path) -> Findings:
 
 
 def two_runs(kept: Path) -> None:
-    """Of the old code."""
+    """Keep the folders of two runs of the old code."""
     for strategy in ("hybrid", "async"):
         line = command(STRATEGIES[strategy], "parabola", 2)
         with tempfile.TemporaryDirectory(prefix="golden-") as folder:
@@ -205,12 +205,12 @@ def paged(kept: Path, folder: Path) -> Findings:
 
 
 def names_then(kept: Path) -> None:
-    """Those that are documented now."""
+    """Keep the names that are documented now."""
     (kept / "names.json").write_text(json.dumps(public.documented()))
 
 
 def names(kept: Path, folder: Path) -> Findings:
-    """What could be imported, and with which arguments."""
+    """Compare the names that could be imported, and their arguments."""
     then = json.loads((kept / "names.json").read_text())
     said = python(lambda: public.write_names(then), folder)
     return said.well | json.loads((folder / "names.json").read_text())
@@ -251,7 +251,7 @@ def fresh_spawn(kept: Path, folder: Path) -> Findings:
 
 
 def fresh_commands(kept: Path, folder: Path) -> Findings:
-    """What is quick to start, and what the names in the package are when nothing is loaded."""
+    """Run commands that must start quickly, and import names in fresh processes."""
     found = {}
     for name in ("", ".simulate"):
         said = fresh("-m", f"hybridtrain{name}", "--help", folder=folder)

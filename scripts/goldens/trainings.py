@@ -81,7 +81,7 @@ def cases() -> Iterator[Case]:
 
 
 def command(options: Sequence[str], task: str, workers: int, run_dir: str = RUN) -> list[str]:
-    """What is said behind ``python -m hybridtrain``."""
+    """Return the arguments for ``python -m hybridtrain``."""
     return [
         *TASKS[task],
         *options,
@@ -125,7 +125,7 @@ def newest(run: Path) -> Path:
 
 
 def losses(path: Path) -> list[dict[str, float]]:
-    """What the module itself has logged, and learning rates."""
+    """Read the values that the module has logged, and learning rates."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     own = ("train/", "val/", "test/", "lr-", "step")
@@ -214,7 +214,7 @@ def resumed(strategy: str, task: str, workers: int) -> Case:
 
 
 def finals(run: Path) -> Findings:
-    """What must not depend on whether a run was interrupted."""
+    """Return the part of a state that must not depend on an interruption."""
     names = ("global_step", "parameters and buffers", "optimizers", "schedulers")
     found = state(run)
     return {name: found[name] for name in names}
@@ -255,6 +255,6 @@ def from_checkpoint(task: str) -> Case:
 
 
 def metrics(run: Path) -> Findings:
-    """Of the summary."""
+    """Read the metrics of the summary."""
     path = run / "summary.json"
     return json.loads(path.read_text())["metrics"] if path.is_file() else {}

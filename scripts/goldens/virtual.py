@@ -59,7 +59,7 @@ def simulated(what: str, strategy: str, task: str, *arguments: str) -> Case:
 
 
 def figures(path: Path) -> Findings:
-    """Without those that a clock on the wall has made."""
+    """Read the figures, without those of a wall clock."""
     rows = json.loads(path.read_text())
     for row in rows:
         del row["events_per_s"]

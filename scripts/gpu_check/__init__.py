@@ -1,1 +1,1 @@
-"""What ``scripts/gpu_check.sh`` does: checks of a machine with a GPU, the cheapest first."""
+"""Checks of a machine with a GPU for ``scripts/gpu_check.sh``, the cheapest first."""

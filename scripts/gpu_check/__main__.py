@@ -80,17 +80,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def names() -> list[str]:
-    """Of all checks."""
+    """List the names of all checks."""
     return [check.name for check in checks()]
 
 
 def chosen(only: str) -> list[Check]:
-    """Those that name it."""
+    """Select the checks whose name contains ``only``."""
     return [check for check in checks() if only.lower() in check.name.lower()]
 
 
 def missing(modules: Sequence[str]) -> list[str]:
-    """Those that are not installed here."""
+    """List the modules that are not installed here."""
     return [name for name in modules if find_spec(name) is None]
 
 
@@ -134,7 +134,7 @@ def write(place: Path, verdicts: Sequence[Verdict]) -> None:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Of all, in Markdown."""
+    """Write all verdicts as a Markdown table."""
     wide = max(len(each.name) for each in verdicts)
     lines = [
         f"| {'checked'.ljust(wide)} | right    | found |",

@@ -22,7 +22,7 @@ RIGHT, WRONG, LEFT_OUT = "yes", "NO", "left out"
 
 @dataclass(frozen=True)
 class Found:
-    """What a check's function returns: in one line, in figures, and whether it is as it should be.
+    """The result of a check: a line, figures, and whether it is right.
 
     ``right`` is ``None`` where there was nothing to do.
     """
@@ -55,7 +55,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a check. ``lines``: the last that it has printed, where it was not right."""
+    """The verdict on a check. ``lines``: its last output, where it was not right."""
 
     name: str
     right: str

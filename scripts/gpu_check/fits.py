@@ -80,7 +80,7 @@ class Unlucky(Net):
         self.what, self.happened = what, torch.zeros(1).share_memory_()  # of all workers
 
     def on_after_backward(self) -> None:
-        """Of the step."""
+        """Run the given function once, in worker 1, after the backward pass of step 2."""
         if self.global_rank == 1 and self.global_step == 2 and not self.happened:
             self.happened.fill_(1)
             self.what(self.device)
@@ -286,7 +286,7 @@ def run(device: str = "cuda", limit_s: float = 60.0, only: tuple[str, ...] = ())
 
 
 def in_a_fork(one: Fit, device: str, limit_s: float) -> tuple[bool, str]:
-    """Whether it has returned in time, and what; else what was wrong."""
+    """Run a function in a forked process; return whether it is right, and its text or fault."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=_tell, args=(one, device, there))

@@ -39,7 +39,7 @@ class Looks(pl.Callback):
         self.place, self.every = place, every
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Of the worker that is the first."""
+        """Note the available memory, in the first worker."""
         if trainer.is_global_zero and trainer.global_step % self.every == 0:
             with Path(self.place).open("a", encoding="utf-8") as file:
                 file.write(f"{_available()}\n")

@@ -1,4 +1,4 @@
-"""What the machine is, and what of torch the strategy uses that torch does not promise."""
+"""Check the machine, and the private interfaces of torch that the strategy uses."""
 
 from __future__ import annotations
 

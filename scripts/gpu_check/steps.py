@@ -1,4 +1,4 @@
-"""What a step takes, and where its time goes."""
+"""Measure a step's time and its parts."""
 
 from __future__ import annotations
 

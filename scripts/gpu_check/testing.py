@@ -23,7 +23,7 @@ _NOTHING_TO_RUN = 5  # pytest's exit code
 
 
 def run(files: Sequence[str], only: str = "", most_failures: int = 20) -> Found:
-    """Those of the files that can be imported here; ``only``: what their marks must be."""
+    """Run the test files that can be imported here; ``only``: an expression of marks."""
     missing = {file: lacks(file) for file in files}
     left_out = [f"{file} (no {name})" for file, name in missing.items() if name]
     rest = [str(ROOT / file) for file in files if not missing[file]]
@@ -41,7 +41,7 @@ def run(files: Sequence[str], only: str = "", most_failures: int = 20) -> Found:
 
 
 def counted(results: Path, code: int) -> tuple[str, bool | None]:
-    """Of pytest's results: a line, and whether they are right; ``None`` where nothing was run."""
+    """Read pytest's results: a line, and whether all passed; ``None`` where nothing was run."""
     if not results.is_file():
         return f"pytest did not run (exit code {code})", False
     suite = next(ET.parse(results).getroot().iter("testsuite"))

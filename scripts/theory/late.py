@@ -1,4 +1,4 @@
-"""What McMahan and Streeter (NIPS 2014) say of late gradients, checked on our optimizers.
+"""Check McMahan and Streeter (NIPS 2014) on late gradients with our optimizers.
 
 Delays are in updates: a gradient that is d late was computed at the parameters of d updates ago, as
 with d + 1 equal workers that take turns.

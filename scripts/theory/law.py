@@ -1,4 +1,4 @@
-"""A law: what a theory says, what was found, and whether the two agree."""
+"""A law: the prediction of a theory, the measured figure, and whether the two agree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Law(Protocol):
-    """What a theory says, and what was found."""
+    """A prediction of a theory, and the measured figure."""
 
     @property
     def group(self) -> str:
@@ -16,22 +16,22 @@ class Law(Protocol):
 
     @property
     def case(self) -> str:
-        """What was computed."""
+        """The computed case."""
         ...
 
     @property
     def figure(self) -> str:
-        """What came of it."""
+        """The measured figure."""
         ...
 
     @property
     def bound(self) -> str:
-        """What it has to be."""
+        """The bound on the figure."""
         ...
 
     @property
     def holds(self) -> bool:
-        """Whether it is."""
+        """Whether the figure keeps the bound."""
         ...
 
 

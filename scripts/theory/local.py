@@ -1,4 +1,4 @@
-"""What theory says of workers that train on their own, checked in virtual time.
+"""Check theory on workers that train on their own, in virtual time.
 
 Every figure comes from the policies, exchanges and updates that train. P workers, learning rate η.
 """

@@ -1,4 +1,4 @@
-"""What theory says of waiting and staleness, beside what the simulator does.
+"""Compare theory on waiting and staleness with the simulator.
 
 Every figure comes from the policies and the server that train, in virtual time. P workers, service
 times X of mean 1 (exponential unless said otherwise), X_{k:P} the k-th smallest of P, H_n the n-th

@@ -30,7 +30,7 @@ States = list[dict[str, list[torch.Tensor]]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is tried. Without a kind: nothing goes wrong."""
+    """A case to try. Without a kind: nothing goes wrong."""
 
     strategy: str
     policy: str = "stop"
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass
 class Row:
-    """What became of it."""
+    """The outcome of a case."""
 
     case: Case
     outcome: str = "hung"
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def complaints(self) -> list[str]:
-        """What must not be."""
+        """List the faults of the outcome."""
         found = list(self.left)
         if self.outcome in ("hung", "crashed", "never came"):
             found.append(self.outcome)
@@ -89,7 +89,7 @@ class Row:
 
     @property
     def _should_be_undisturbed(self) -> bool:
-        """What happens before the end, or is made good again, changes nothing in lock-step."""
+        """Return whether the case must end with the bits of an undisturbed run, as in lock-step."""
         harmless = self.case.kind in ("", "slow") or self.case.policy in ("stop", "restart")
         return self.case.strategy == "hybrid" and harmless and not self._poisons
 
@@ -216,7 +216,7 @@ def _judge_samples(row: Row, tap: Tap, error: BaseException | None) -> None:
 
 
 def _judge_count(row: Row, error: BaseException | None, stats: dict[str, Any]) -> None:
-    """What was counted and not stepped is done again: the run's own figure knows of it."""
+    """Judge lost and doubled samples by the run's own count, which knows of repeated steps."""
     more = int(stats.get("samples", 0)) - SIZE.samples * SIZE.epochs
     row.doubled, row.updates = max(0, more), int(stats.get("updates", 0))
     row.lost = max(0, -more) if error is None else 0

@@ -50,7 +50,7 @@ HOME = "127.0.0.1"
 
 @dataclass(frozen=True)
 class HostCase:
-    """What is tried. Without a kind: nothing goes wrong."""
+    """A case to try. Without a kind: nothing goes wrong."""
 
     strategy: str
     policy: str = "restart"
@@ -63,7 +63,7 @@ class HostCase:
 
 @dataclass
 class HostRow:
-    """What became of it. ``statuses``: of the hosts; ``None``: it had to be killed."""
+    """The outcome. ``statuses``: exit statuses of the hosts; ``None``: it had to be killed."""
 
     case: HostCase
     statuses: list[int | None] = field(default_factory=list)
@@ -75,7 +75,7 @@ class HostRow:
     said: str = ""
 
     def complaints(self, undisturbed: str = "") -> list[str]:
-        """What must not be; ``undisturbed``: the weights in lock-step."""
+        """List the faults of the outcome; ``undisturbed``: the weights in lock-step."""
         case, found = self.case, list(self.left)
         if None in self.statuses or not self.statuses:
             return [*found, "hung"]
@@ -257,12 +257,12 @@ class HostProcesses:
             os._exit(status)
 
     def said(self, host: int) -> str:
-        """What it has printed so far."""
+        """Return the host's output so far."""
         path = self.folder / f"said{host}"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def result(self, host: int) -> dict[str, Any]:
-        """What it has returned; empty if nothing."""
+        """Return the host's result; empty if there is none."""
         path = self.folder / f"result{host}"
         return torch.load(path, weights_only=True) if path.exists() else {}
 

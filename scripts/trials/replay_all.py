@@ -50,7 +50,7 @@ WAYS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Line:
-    """Of the table."""
+    """A line of the table."""
 
     way: str
     updates: int

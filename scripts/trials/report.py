@@ -1,4 +1,4 @@
-"""What trials leave in a folder."""
+"""Write the results of trials to a folder."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ HOOKS = ("start", "end", "validation", "save")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to happen: ``blows`` are seconds after the one before, and who is hit how."""
+    """A schedule of faults: each of ``blows`` has seconds after the one before, kind and worker."""
 
     policy: str
     blows: tuple[tuple[float, str, int], ...]
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def samples(self) -> int:
-        """Of an epoch."""
+        """The samples of an epoch."""
         return 8 * SAMPLES if self.alone else SAMPLES
 
     @property
@@ -88,7 +88,7 @@ def drawn_alone(policy: str, seed: int, on_failure: str) -> Plan:
 
 @dataclass
 class Seen:
-    """What became of it."""
+    """The outcome of a schedule."""
 
     plan: Plan
     outcome: str = "hung"
@@ -110,7 +110,7 @@ class Seen:
 
     @property
     def complaints(self) -> list[str]:
-        """What must not be."""
+        """List the faults of the outcome."""
         found = list(self.left)
         if self.outcome in ("hung", "crashed"):
             found.append(self.outcome)

@@ -33,7 +33,7 @@ _CALM_EPOCHS = 20
 
 @dataclass
 class HostSoak:
-    """What became of one run. ``missing`` and ``twice``: samples, over all epochs."""
+    """The outcome of one run. ``missing`` and ``twice``: samples, over all epochs."""
 
     strategy: str
     epochs: int

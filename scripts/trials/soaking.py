@@ -43,7 +43,7 @@ SHARES = {
 
 @dataclass
 class Soaked:
-    """What became of one run. ``missing`` and ``twice``: samples, over all epochs."""
+    """The outcome of one run. ``missing`` and ``twice``: samples, over all epochs."""
 
     strategy: str
     epochs: int

@@ -35,7 +35,7 @@ class Part:
 
 @dataclass
 class Tap:
-    """What one run has made. ``states[v]``: parameters and moments after update v."""
+    """The recorded updates of one run. ``states[v]``: parameters and moments after update v."""
 
     lockstep: bool
     diary: torch.Tensor

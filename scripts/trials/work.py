@@ -1,4 +1,4 @@
-"""What a trial trains: a small regression that says which samples each mini-batch had.
+"""The training of a trial: a small regression that tells the samples of each mini-batch.
 
 A validation and a checkpoint after each epoch, so that every phase of a run comes twice.
 """
@@ -25,7 +25,7 @@ LR = 0.01
 
 @dataclass(frozen=True)
 class Size:
-    """Of the work: ``step_s``: a mini-batch lasts at least so long."""
+    """The size of the work; ``step_s``: a mini-batch lasts at least so long."""
 
     workers: int = 3
     samples: int = 96
@@ -48,7 +48,7 @@ def network() -> torch.nn.Module:
 
 
 def loss_of(net: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of one mini-batch."""
+    """Return the loss of one mini-batch."""
     return torch.nn.functional.mse_loss(net(x), y)
 
 
@@ -131,7 +131,7 @@ def train(
 
 @dataclass
 class Observed:
-    """What is left to look at when a run has ended with an exception."""
+    """The objects of a run that has ended with an exception."""
 
     strategy: Any
     trainer: pl.Trainer

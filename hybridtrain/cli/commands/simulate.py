@@ -1,4 +1,4 @@
-"""What would it cost? Strategies in virtual time, with as many workers as you like.
+"""Simulate strategies in virtual time, with as many workers as you like.
 
     python -m hybridtrain simulate strategy=hybrid,async workers=8,64,1000 [name=value ...]
     python -m hybridtrain simulate strategy=hybrid,ssp:lead=2,async task=digits html=page.html

@@ -69,7 +69,7 @@ class Budget(TypedDict):
 
 
 class FairTarget(TypedDict):
-    """Of the metric; ``slower``: how many times as long the last worker takes."""
+    """The value that a metric must reach, with a last worker ``slower`` times as slow."""
 
     value: Finite | None
     slower: Annotated[float, Range(1)]

@@ -44,7 +44,7 @@ def check_monitored(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
-    """Who monitors which metric."""
+    """Yield each callback or scheduler that monitors a metric, and the metric's name."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         metric = getattr(callback, "monitor", None)
         names = {each.__name__ for each in type(callback).__mro__} & _TEXTS.keys()

@@ -15,7 +15,7 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
+from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, check_weights
 from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_sizes
 from hybridtrain.lightning.checkpointing.mid_epoch import next_row
 from hybridtrain.util.files import check_input, fault_of, fault_of_old, is_archive
@@ -33,7 +33,9 @@ def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = Tru
     content = load_checkpoint(path)
     weights = content.get("state_dict") if isinstance(content, Mapping) else None
     if isinstance(weights, Mapping):
-        _check_parameters(path, weights, module)
+        # What is built later (configure_model) has no weights yet.
+        strict = bool(module.strict_loading and module.state_dict())
+        check_weights(f"ckpt={path}", weights, module, strict)
     check_content(content, f"ckpt={path}", resumes)
     return next_row(content)
 
@@ -73,33 +75,3 @@ def _unsafe(error: Exception) -> str:
         if "GLOBAL" in line or "Unsupported" in line or "Can only" in line:
             return line.strip().removeprefix("WeightsUnpickler error:").strip()[:120]
     return type(error).__name__
-
-
-def _check_parameters(path: Path, found: Mapping[str, Any], module: pl.LightningModule) -> None:
-    wanted = module.state_dict()
-    if not wanted or not module.strict_loading:
-        return  # built later (configure_model), or not strict
-    problems = [f"it lacks {x}" for x in wanted if x not in found]
-    problems += [f"it has an unknown {x}" for x in found if x not in wanted]
-    problems += [
-        f"{x} has {_kind(found[x])} instead of {_kind(value)}"
-        for x, value in wanted.items()
-        if x in found and isinstance(value, torch.Tensor) and _kind(found[x]) != _kind(value)
-    ]
-    weights = {x: value for x, value in found.items() if isinstance(value, torch.Tensor)}
-    problems += [f"{x} has no content" for x, value in weights.items() if value.is_meta]
-    if problems:
-        more = f", and {len(problems) - 2} more differences" if len(problems) > 2 else ""
-        raise UserError(
-            f"ckpt={path}: this is a checkpoint of another model: {'; '.join(problems[:2])}{more}; "
-            "give the model and task options it was trained with"
-        )
-
-
-def _kind(value: Any) -> str:
-    """Type, shape and dtype in words; all floating-point dtypes are the same."""
-    if not isinstance(value, torch.Tensor):
-        return f"type {type(value).__name__}"
-    numbers = "" if value.is_floating_point() else f" of {value.dtype}"
-    layout = "" if value.layout is torch.strided else f" in {value.layout}"
-    return f"shape {tuple(value.shape)}{numbers}{layout}"

@@ -120,7 +120,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """Of Lightning's ``Trainer``, in the order of ``conf/trainer/default.yaml``."""
+    """Types of Lightning's ``Trainer`` options, in the order of ``conf/trainer/default.yaml``."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda"]
     devices: Annotated[Workers | Literal["auto"] | Sequence[Natural], _DEVICES]

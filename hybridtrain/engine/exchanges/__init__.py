@@ -1,4 +1,4 @@
-"""What workers hand over to the server, and what they take back: gradients, movements, nothing.
+"""Exchanges: workers hand over gradients, movements or nothing, and take parameters back.
 
 Tensors and arithmetic only: no messages, no processes, no Lightning, and no policy's decisions.
 """

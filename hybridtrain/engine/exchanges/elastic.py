@@ -62,7 +62,7 @@ class Elastic(StepsOwnParameters, ElasticOptions):
         return Offer([None] * len(local.parameters), 0.0)
 
     def skip(self, local: Local) -> Offer | None:
-        """Without a step there is a force, too, if the worker has made one since the last."""
+        """Offer a force though there was no step, if the worker has made one since the last."""
         self._steps, self._since = self._steps + 1, self._since + 1
         if self._steps % self.every or not local.fresh:
             return None

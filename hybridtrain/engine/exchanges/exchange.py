@@ -133,7 +133,7 @@ def evaluates(exchange: Exchange) -> bool:
 
 
 class Local(Protocol):
-    """What an exchange sees of one worker, for one of its optimizers; lists are in one order."""
+    """An exchange's view of one worker, for one of its optimizers; lists are in one order."""
 
     parameters: list[torch.Tensor]  # the worker's own
     fresh: bool  # the masters do not change while this worker computes

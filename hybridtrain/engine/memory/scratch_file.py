@@ -1,4 +1,4 @@
-"""What processes of a run send one another: in a nameless file that the other maps, or as bytes.
+"""Send data between processes of a run: in a nameless file that the other maps, or as bytes.
 
 It is no checkpoint, so user code that watches or replaces ``torch.save`` does not see it.
 """

@@ -383,7 +383,7 @@ def _in_words(silent: Silent, state: str, waiting: str) -> str:
 
 
 def _shortened(stacks: str) -> str:
-    """Without the outermost frames, which all workers share."""
+    """Remove the outermost frames, which all workers share, from stacks."""
     kept: list[str] = []
     ours = False
     for line in stacks.rstrip().splitlines():

@@ -187,7 +187,7 @@ class Report:
         return table
 
     def _of_hosts(self) -> Table:
-        """Of each host, what it sends and receives in an update, and how long it is at it."""
+        """Tabulate what each host sends and receives in an update, in MB and in time."""
         table = _table("host", "MB sent", "ms", "share", "MB received", "ms", "share")
         seconds, updates = self.server[0].seconds, max(1, self.server[0].n_steps)
         for n, host in enumerate(self.hosts):

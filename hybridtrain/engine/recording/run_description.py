@@ -133,7 +133,7 @@ def versions() -> dict[str, str]:
 
 
 def _version_of_lightning() -> str:
-    """Of the package that this process has imported; of one that is installed, if it has none.
+    """The version of the package that this process has imported, else of an installed one.
 
     Both packages import under this name, once it is decided which one a process uses.
     """

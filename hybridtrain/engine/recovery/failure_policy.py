@@ -1,4 +1,4 @@
-"""What follows from a worker's failure: the user's choice, and the decision in each case.
+"""Decide on a worker's failure, by the user's choice: stop, continue, or restart the worker.
 
 A worker fails when its process dies, when the watchdog kills it because it hangs, or when its code
 raises anything but a :class:`hybridtrain.errors.UserError`.
@@ -84,7 +84,7 @@ Verdict = End | GoOn | Replace
 
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
-    """What is left after a loss: ``workers`` others; ``known``: a progress report of earlier.
+    """The run after a loss: ``workers`` remain; ``known``: there is an earlier progress report.
 
     ``early``: no worker has reached the point of its first report.
     """

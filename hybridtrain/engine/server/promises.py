@@ -1,5 +1,4 @@
-"""What a policy has promised (:class:`hybridtrain.engine.policies.Needs`), compared with its
-orders.
+"""Check a policy's orders against its declared needs (:class:`hybridtrain.engine.policies.Needs`).
 
 Workers, data loading and the memory of a run are made for these promises: a run under a policy that
 breaks one would go on and be wrong.

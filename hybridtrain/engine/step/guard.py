@@ -68,7 +68,7 @@ class Guard:
                 self._losses.clear()
 
     def see(self, loss: torch.Tensor) -> None:
-        """Of the mini-batches since the last step; a callback will see it, too."""
+        """Keep the loss of a mini-batch until the next step; a callback will see it, too."""
         if self._losses is not None:
             self._losses.append(loss.detach())
 

@@ -1,4 +1,4 @@
-"""What the server knows of an optimizer's hyper-parameters, and what has changed here since."""
+"""Compare an optimizer's hyper-parameters with those that the server has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridtrain.engine.updates.groups import Groups, differences, plain, untouc
 
 
 class HyperParameters:
-    """Those of one optimizer, in a worker.
+    """A worker's record of the hyper-parameters that the server has of one optimizer.
 
     Args:
         optimizer: the user's, whose ``param_groups`` schedulers and hooks change.
@@ -58,7 +58,7 @@ class HyperParameters:
             group.update(values)
 
     def newest(self, mine: list[dict[str, Any]], theirs: Sequence[Any]) -> list[dict[str, Any]]:
-        """Of what is here and what the server has, group by group."""
+        """Merge the hyper-parameters that are here with the server's, group by group."""
         if len(mine) != len(theirs):
             return mine
         known = self._known if len(self._known) == len(theirs) else theirs

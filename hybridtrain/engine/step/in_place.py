@@ -89,7 +89,7 @@ class InPlaceOptimizer:
             self._is_old = False
 
     def unasked(self) -> Callable[[], object] | None:
-        """What makes the step without asking, if that can be done."""
+        """Return a function that steps without asking the server; ``None`` if it must be asked."""
         client, offset = self._client, self._lent.offset
         knows = self._goes_first and not self._is_old and client.maker.counts
         if offset is None or not knows or client.must_ask or self.absent():
@@ -134,7 +134,7 @@ class InPlaceOptimizer:
         own_step(optimizer) if self._client.n_workers > 1 else step_of(optimizer)(optimizer)
 
     def _keep_in_place(self) -> None:
-        """What the optimizer has put in the place of shared tensors goes into them."""
+        """Copy tensors that the optimizer has replaced in its state into the shared ones."""
         for number, parameter in self._numbered.items():
             if parameter.grad is None:
                 continue
@@ -185,7 +185,7 @@ class PrivateState(InPlaceOptimizer):
         """Steps are counted by the optimizer itself."""
 
     def _keep_in_place(self) -> None:
-        """What it has put into its state is there."""
+        """Do nothing: this optimizer's state is its own, not shared."""
 
     def _borrow(self, number: int) -> None:
         """There is nothing but the number of steps."""

@@ -142,7 +142,7 @@ class LocalStep(WorkerStep):
         self._client.offer(push, self._take, settles=not offer.only_fetches)
 
     def _counted(self, offer: Offer) -> tuple[float, float]:
-        """What the offer weighs, and the samples that this worker has used for it."""
+        """Return the weight of the offer, and the number of samples this worker has used for it."""
         weight, samples = offer.weight, offer.weight if offer.samples is None else offer.samples
         if offer.only_fetches:
             return weight, samples

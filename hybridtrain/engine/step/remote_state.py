@@ -100,7 +100,7 @@ def _print_of(value: Any) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    """What a mere look at ``state[parameter]`` leaves behind."""
+    """Return True for the empty entry that reading ``state[parameter]`` creates."""
     return isinstance(value, Mapping) and not value
 
 

@@ -192,7 +192,7 @@ def lies_apart(buffer: torch.Tensor) -> bool:
 
 
 def tensors(named: Named) -> list[torch.Tensor]:
-    """Those that are there now."""
+    """Return the buffers of these names that are not ``None`` now."""
     found = [buffers[name] for buffers, name in named]
     return [buffer for buffer in found if buffer is not None]
 

@@ -1,4 +1,4 @@
-"""What is to be trained, and by whom."""
+"""Order and number the parameters to train, and write an optimizer by these numbers."""
 
 from __future__ import annotations
 

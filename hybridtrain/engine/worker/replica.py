@@ -1,4 +1,4 @@
-"""What a worker hands over: its gradients, copied to its row of shared memory.
+"""Copy a worker's gradients to its row of shared memory, and hand them over.
 
 On a CPU the parameters are views of shared memory, so nothing comes back by copy; gradients are
 copied as soon as autograd has accumulated them, while they are in the cache, or all at once before

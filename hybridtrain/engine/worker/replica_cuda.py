@@ -241,7 +241,7 @@ class CudaReplica(Replica):
         return _STEPPING_S if len(new) < len(rest) else None
 
     def _update_number(self) -> int:
-        """Of the update that was begun last."""
+        """The number of the update that was begun last."""
         return self._progress.read().number if self._progress is not None else 0
 
     def _copy(self, numbers: list[int]) -> None:

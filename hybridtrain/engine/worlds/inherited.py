@@ -1,4 +1,4 @@
-"""What a forked worker inherits of its parent, and what it gets of its own.
+"""Give a forked worker files, finalizers and pools of its own in place of inherited ones.
 
 A fork copies memory, but neither threads nor what the kernel keeps of an open file.
 
@@ -164,7 +164,7 @@ _ONE_POSITION = (
 
 @dataclass
 class Inherited:
-    """What was found before workers start.
+    """Resources of the parent, found before workers start.
 
     ``lines``: on what they cannot use, or share. For forked workers ``pools`` are to be made anew,
     and ``parts`` may hold files; ``beyond``: objects that are not looked into.
@@ -450,7 +450,7 @@ def _of_process() -> Iterator[Any]:
 
 
 def _study(case: _Case) -> str | None:
-    """Of Optuna, in memory."""
+    """Describe an Optuna study in memory, which workers cannot report to."""
     return (
         "is an Optuna study in this process' memory: what a worker reports to it stays in the "
         "worker, so nothing is pruned; give create_study a storage that processes share, as "

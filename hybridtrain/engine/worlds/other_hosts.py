@@ -1,4 +1,4 @@
-"""What a world of processes asks of the other hosts of its run, if there are any."""
+"""The interface of a world of processes to the other hosts of its run, if there are any."""
 
 from __future__ import annotations
 

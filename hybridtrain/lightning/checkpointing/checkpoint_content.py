@@ -43,6 +43,7 @@ _RateOrNone = _One | NotNegative | None  # an optimizer may find its own rate
 _Finite = Annotated[float, Rule("that is finite", math.isfinite)]
 _Format = Annotated[int, Range(1, 2**62)]
 _Epoch = Annotated[int, Range(-1, 2**62)]
+_Batches = Annotated[int, Range(0, 2**40)]  # so that as many samples fit in 64 bits
 _COUNTS = {EACH: Count}
 _PROGRESS = {"total": _COUNTS, "current": _COUNTS, "is_last_batch?": bool}
 _OF_OPTIMIZER = {"optimizer": {"step": _PROGRESS, "zero_grad": _PROGRESS}}
@@ -52,7 +53,8 @@ _LOOP = {
 }
 _FIT_LOOP = {**_LOOP, "epoch_progress": _PROGRESS, "epoch_loop.batch_progress": _PROGRESS}
 _LOADER = {
-    **dict.fromkeys(("lap", "batches", "length"), Count),
+    **dict.fromkeys(("lap", "batches"), _Batches),
+    "length": Count,
     "spans": [[Count]],
     "seed": Count | None,
     "indices": Tensor | None,
@@ -68,9 +70,11 @@ _WEIGHTS = {
     "hybridtrain?": {
         "format": _Format,
         "epoch": Count,
-        "batches": Count,
+        "batches": _Batches,
         "loaders": [_LOADER],
-        "together?": Count,  # mini-batches of all workers
+        "together?": _Batches,  # of all workers
+        "over?": bool,
+        "metrics?": {EACH: Tensor},
         "dice?": _NUMBERS,
         "dice_of?": {EACH: _NUMBERS},
     },
@@ -134,6 +138,7 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
         )
     described = {**_WEIGHTS, **_FULL} if resumes else _WEIGHTS
     fault = misfit(content, described, "checkpoint")
+    fault = fault or _odd_version(content)
     if fault is None and isinstance(content.get("hybridtrain"), Mapping):
         loaders = content["hybridtrain"]["loaders"]
         fault = next(filter(None, map(_odd_loader, loaders)), None)
@@ -144,6 +149,17 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
         fault = next(filter(None, faults), None)
     if fault is not None:
         raise UserError(f"{source}: the file was changed or is damaged: {fault}")
+
+
+def _odd_version(content: Mapping[str, Any]) -> str | None:
+    """The fault of loops that Lightning would migrate from a version that has not written them."""
+    version, loops = content["pytorch-lightning_version"], content.get("loops")
+    fit = loops.get("fit_loop") if isinstance(loops, Mapping) else None
+    if int(version.partition(".")[0]) >= 2 or not isinstance(fit, Mapping):
+        return None
+    if "epoch_loop.automatic_optimization.state_dict" not in fit:
+        return None
+    return f"pytorch-lightning_version is {version}, and the loops are of version 2 or later"
 
 
 def _odd_loader(loader: Mapping[str, Any]) -> str | None:
@@ -209,6 +225,59 @@ def _filled(value: Any) -> bool:
 
 def _kind(value: Any) -> str:
     return ("a tensor" if value.numel() else "empty") if _filled(value) else type(value).__name__
+
+
+def check_weights(
+    source: str, found: Mapping[str, Any], module: torch.nn.Module, strict: bool = True
+) -> None:
+    """Refuse weights of another model.
+
+    Args:
+        source: the user's argument, for the error: ``ckpt=last.ckpt``.
+        found: weights by name.
+        module: of this run.
+        strict: with all names, shapes and dtypes; else only weights whose layout (a sparse one)
+            cannot be copied to the module's.
+
+    Raises:
+        UserError: with the first differences.
+    """
+    wanted = module.state_dict() if strict else _own_tensors(module)
+    problems = [f"it lacks {x}" for x in wanted if strict and x not in found]
+    problems += [f"it has an unknown {x}" for x in found if strict and x not in wanted]
+    problems += [
+        f"{x} has {_kind_of_weight(found[x])} instead of {_kind_of_weight(value)}"
+        for x, value in wanted.items()
+        if x in found and isinstance(value, Tensor) and _differ(found[x], value, strict)
+    ]
+    weights = {x: value for x, value in found.items() if isinstance(value, Tensor)}
+    problems += [f"{x} has no content" for x, value in weights.items() if strict and value.is_meta]
+    if problems:
+        more = f", and {len(problems) - 2} more differences" if len(problems) > 2 else ""
+        raise UserError(
+            f"{source}: this is a checkpoint of another model: {'; '.join(problems[:2])}{more}; "
+            "give the model and task options it was trained with"
+        )
+
+
+def _own_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, without a call of the user's ``state_dict``."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _differ(found: Any, wanted: Tensor, strict: bool) -> bool:
+    if strict:
+        return _kind_of_weight(found) != _kind_of_weight(wanted)
+    return isinstance(found, Tensor) and found.layout is not wanted.layout
+
+
+def _kind_of_weight(value: Any) -> str:
+    """Type, shape and dtype in words; all floating-point dtypes are the same."""
+    if not isinstance(value, Tensor):
+        return f"type {type(value).__name__}"
+    numbers = "" if value.is_floating_point() else f" of {value.dtype}"
+    layout = "" if value.layout is torch.strided else f" in {value.layout}"
+    return f"shape {tuple(value.shape)}{numbers}{layout}"
 
 
 class Restoration:

@@ -155,7 +155,7 @@ def _kept(batch: Any, drawn: float) -> float:
 
 
 def _shapes(batch: Any, within: bool = False) -> Iterator[tuple[int, ...]]:
-    """Of tensors, arrays and lists in a batch; a list in another entry is one of samples."""
+    """Yield the shapes of tensors and arrays in a batch; a list within an entry holds samples."""
     if hasattr(batch, "shape"):
         if len(batch.shape):
             yield tuple(batch.shape)

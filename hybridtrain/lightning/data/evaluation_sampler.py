@@ -132,7 +132,7 @@ def is_dealt(loader: Any) -> bool:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the rest of the storage that it is a view of."""
+    """Copy a view, so that it does not keep the rest of its storage; else return the tensor."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()
 

@@ -25,7 +25,12 @@ from hybridtrain.engine.samplers import (
     ShareSampler,
 )
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.checkpointing.checkpoint_content import WORKERS, check_content, restoring
+from hybridtrain.lightning.checkpointing.checkpoint_content import (
+    WORKERS,
+    check_content,
+    check_weights,
+    restoring,
+)
 from hybridtrain.lightning.checkpointing.epoch_state import EpochState
 from hybridtrain.lightning.checkpointing.mid_epoch import (
     FORMAT,
@@ -193,7 +198,7 @@ class Loaders:
         return drawing(given, EvaluationSampler(indices, place, self._group))
 
     def _indices(self, dataloader: DataLoader[Any], shuffle: bool) -> Sequence[Any]:
-        """Of all samples, or all whole mini-batches, of an evaluation."""
+        """Return the indices of all samples, or of all whole mini-batches, of an evaluation."""
         return order_of(as_samplers_see_it(dataloader), shuffle, self._client)(0)
 
     def _not_chosen(self, given: Any, mode: RunningStage) -> Any:
@@ -475,6 +480,8 @@ class Loaders:
         """Check a checkpoint and prepare to resume from it; return what Lightning is to load."""
         resumes = self._trainer.state.fn == "fit"
         check_content(checkpoint, source, resumes)
+        module = self._trainer.lightning_module
+        check_weights(source, checkpoint["state_dict"], module, strict=False)
         with restoring():
             self._go_on_from(checkpoint, resumes)
         return checkpoint

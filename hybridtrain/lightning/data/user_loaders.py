@@ -345,7 +345,7 @@ def shares_nothing(loader: Any) -> bool:
 
 
 def _named(loader: Any) -> str:
-    """Of which class a loader's data are, or the loader."""
+    """Return the name of the class of a loader's data set, or of the loader."""
     return type(getattr(loader, "dataset", loader)).__name__
 
 

@@ -222,7 +222,7 @@ def _members(optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -
 
 
 def _checksums(trainer: Any) -> dict[str, int]:
-    """Of parameters that are in no optimizer; none if no parameter is in one: all are trained."""
+    """Checksums of parameters in no optimizer; empty if none is in one, as then all are trained."""
     groups = (group for each in trainer.optimizers for group in each.param_groups)
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     named = trainer.lightning_module.named_parameters() if trained else ()

@@ -51,7 +51,7 @@ def set_attribute(module: LightningModule, name: str, value: Any) -> None:
 
 
 def profile(profiler: PassThroughProfiler, action_name: str) -> AbstractContextManager[Any]:
-    """Without a context, except for a subclass, whose ``start`` and ``stop`` may do something."""
+    """Return an empty context; a subclass's ``start`` and ``stop`` may do something, and run."""
     if type(profiler) is PassThroughProfiler:
         return _NOTHING
     return Profiler.profile(profiler, action_name)

@@ -332,7 +332,8 @@ def training_results(trainer: Any) -> dict[str, Any]:
 
 def current_results(trainer: Any) -> Any:
     """The logged entries of the loop that runs, by name."""
-    return {} if trainer._results is None else trainer._results
+    results = trainer._results  # which Lightning looks for anew each time
+    return {} if results is None else results
 
 
 def all_results(trainer: Any) -> list[Any]:
@@ -376,8 +377,7 @@ def give_step_value(entry: Any, value: torch.Tensor) -> None:
 def begun_batches(trainer: Any) -> int:
     """How many mini-batches have begun in this epoch, or evaluation, the one at hand included."""
     loop = trainer._active_loop
-    progress = loop.epoch_loop.batch_progress if trainer.training else loop.batch_progress
-    return int(progress.current.ready)
+    return int(getattr(loop, "epoch_loop", loop).batch_progress.current.ready)
 
 
 def forget_batch(trainer: Any, and_its_size: bool = False) -> None:

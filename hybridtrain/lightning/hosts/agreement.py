@@ -357,7 +357,7 @@ def _version(name: str) -> str:
 
 @cache
 def _digest_of_source() -> str:
-    """Of the package's files."""
+    """Hash the package's source files."""
     return _digest(sorted(_PACKAGE.rglob("*.py")))
 
 

@@ -1,4 +1,4 @@
-"""What workers log with ``self.log(..., sync_dist=True)`` is put together by its name.
+"""Reduce values logged with ``self.log(..., sync_dist=True)`` over workers, by their names.
 
 Lightning reduces each value by a collective of its own, where it is logged or computed. Workers
 that log other names, or the same in another order (a branch on the data, a class that one worker
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pytorch_lightning.trainer.states import RunningStage
 from torchmetrics import Metric
 
 from hybridtrain.errors import UserError
@@ -67,7 +68,7 @@ class Logged:
 
     @property
     def options(self) -> str:
-        """What all workers must say alike, in words."""
+        """Describe the options that must be equal on all workers."""
         if not self.is_tensor:
             return f"the metric object {self.about['metric_attribute']}"
         reduce_fx = getattr(self.about["reduce_fx"], "__name__", self.about["reduce_fx"])
@@ -87,7 +88,8 @@ class MetricsByName:
         self._trainer, self._collectives = trainer, worker.collectives
         self._device = worker.device
         self._pending: set[str] = set()  # logged in this mini-batch, to be put together
-        self._ended = ""  # the mini-batch whose values have been put together
+        self._ended: object = None  # the mini-batch whose values have been put together
+        self._has_synced = False  # a mini-batch's value was logged that is reduced over workers
         self._before = 0  # mini-batches of an evaluation's earlier loaders
         self._collects = self._shows = False  # all workers read; a progress bar does
         for results in all_results(trainer):
@@ -111,6 +113,7 @@ class MetricsByName:
     def log(self, proceed: Callable[..., None], fx: str, name: str, *args: Any, **kw: Any) -> None:
         """Lightning's, without a collective for the value of a mini-batch."""
         synced = kw.get("sync_dist") and kw.get("on_step") and not kw.get("rank_zero_only")
+        self._has_synced = self._has_synced or bool(synced)
         if not (synced and self._collectives.meets):
             proceed(fx, name, *args, **kw)
             return
@@ -141,7 +144,7 @@ class MetricsByName:
         """All workers collect an epoch's values."""
         with temporarily(self, _collects=True):
             proceed()
-        self._ended, self._before = "", 0
+        self._ended, self._before = None, 0
 
     def end_loader(self, proceed: Callable[[], None]) -> None:
         """All workers collect the values of an evaluation's loader."""
@@ -149,10 +152,9 @@ class MetricsByName:
         self._before = begun_batches(self._trainer)
 
     @property
-    def _batch(self) -> str:
-        """The mini-batch at hand, in words: its number in its loader, which all workers share."""
-        number = begun_batches(self._trainer) - self._before
-        return f"mini-batch {number} ({self._trainer.state.stage.value})"
+    def _batch(self) -> tuple[RunningStage, int]:
+        """The mini-batch at hand: its number in its loader, which all workers share."""
+        return self._trainer.state.stage, begun_batches(self._trainer) - self._before
 
     def show(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A progress bar collects values, in one worker alone."""
@@ -168,9 +170,10 @@ class MetricsByName:
         """A mini-batch has ended, before its hooks; what they log is reduced where they log it."""
         if not self._collectives.meets:
             return
-        entries = current_results(self._trainer).values()
-        if self._pending or any(each.meta.on_step and _is_synced(each) for each in entries):
-            self._meet_behind_batch()
+        if self._has_synced:  # most modules log none; to look at entries takes some time a step
+            entries = current_results(self._trainer).values()
+            if self._pending or any(each.meta.on_step and _is_synced(each) for each in entries):
+                self._meet_behind_batch()
         self._ended = self._batch
 
     # ---- a mini-batch ---------------------------------------------------------------------------
@@ -180,7 +183,8 @@ class MetricsByName:
         results = current_results(self._trainer)
         pending, self._pending = self._pending, set()
         mine = {key: _logged(results[key], (step_value(results[key]),)) for key in pending}
-        tag = f"self.log(..., on_step=True, sync_dist=True) of {self._batch}"
+        stage, number = self._batch
+        tag = f"self.log(..., on_step=True, sync_dist=True) of mini-batch {number} ({stage.value})"
         for key, known in self._exchanged(tag, mine, self._trainer.training).items():
             value = fold(
                 torch.stack([each.values[0] for each in known]), operation(known[0].reduction)
@@ -219,7 +223,7 @@ class MetricsByName:
     def _exchanged(
         self, tag: str, mine: Mapping[str, Logged], in_step: bool = False
     ) -> dict[str, list[Logged]]:
-        """What is to be reduced, by key: those of all workers that have logged it.
+        """Exchange logged values; return those to reduce, by key, of each worker that logged it.
 
         Raises:
             UserError: if workers have logged a name with different options.
@@ -257,7 +261,7 @@ def _is_synced(entry: Any) -> bool:
 
 
 def _accumulated(entry: Any) -> tuple[torch.Tensor, ...]:
-    """What an entry has accumulated in the epoch, if workers put it together."""
+    """Return the tensors that a synced entry has accumulated in the epoch; else none."""
     if not _is_synced(entry):
         return ()
     counts = (entry.cumulated_batch_size,) if entry.meta.is_mean_reduction else ()

@@ -71,7 +71,7 @@ class WorkerResult:
 
 @dataclass(frozen=True)
 class WorkersTraining:
-    """What a worker has of its training when the trainer's function has returned.
+    """The parts of a worker's training, kept until the trainer's function has returned.
 
     Args:
         gather: collective: brings each worker's own state to the saving worker.

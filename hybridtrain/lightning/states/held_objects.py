@@ -105,7 +105,7 @@ class HeldObjects:
             self._objects[way], self._ways[id(value)] = value, way
 
     def refer(self, value: Any) -> Held | None:
-        """What stands for this object; ``None``: it is not known."""
+        """Return a reference to a known object; ``None`` if it is not known."""
         way = self._ways.get(id(value))
         return None if way is None else Held(way)
 
@@ -214,14 +214,14 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """Those of an object, and of a module without what torch and Lightning use themselves."""
+    """List an object's attributes; of a module, none that torch and Lightning use themselves."""
     own = getattr(value, "__dict__", {})
     is_module = isinstance(value, torch.nn.Module)
     return [(name, each) for name, each in own.items() if not is_module or is_own(name)]
 
 
 def _generators_of(loaders: Any) -> Iterator[tuple[Way, Any]]:
-    """Those that the loaders and their samplers hold; data sets are data."""
+    """Yield the random generators of loaders and their samplers; not those of data sets."""
     leaves = tree_leaves(getattr(loaders, "iterables", loaders))
     for number, loader in enumerate(islice(leaves, _MOST_PARTS)):
         batches = getattr(loader, "batch_sampler", None)

@@ -9,8 +9,7 @@ Lightning's has. One worker alone keeps all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,18 @@ from hybridtrain.lightning.hooks.points import Point, around
 _LOOKS = 8  # backward passes in which values are compared
 
 
+class _UserCode:
+    """Entered while user code of a mini-batch runs, and again within it."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
 class ForeignSteps:
     """Watches those of one worker's parameters to which it alone could write.
 
@@ -35,6 +46,8 @@ class ForeignSteps:
         optimizers: that Lightning steps.
         requirements: say where parameters lie.
         n_workers: W; one alone is not watched.
+
+    Within ``user_code`` such a step raises ``UserError``.
     """
 
     def __init__(
@@ -55,7 +68,7 @@ class ForeignSteps:
         # ``p.data.add_()`` leaves no trace in a version; hooks are where it is done.
         self._hooked = [p for p in self._parameters if _is_hooked(p)]
         self._looks = _LOOKS if self._hooked else 0
-        self._watches, self._hook = False, None
+        self.user_code, self._hook = _UserCode(), None
         if self._parameters:
             self._hook = register_optimizer_step_pre_hook(self._see)
             around(Point.BACKWARD, module.trainer.precision_plugin, self.backward)
@@ -66,19 +79,12 @@ class ForeignSteps:
             self._hook.remove()
 
     def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._watches or any(map(partial(_has, optimizer), self._trainer.optimizers)):
+        if not self.user_code.depth:
+            return
+        if any(map(partial(_has, optimizer), self._trainer.optimizers)):
             return
         if any(id(p) in self._known for p in parameters_of(optimizer)):
             raise self._refusal(f"steps {type(optimizer).__name__}")
-
-    @contextmanager
-    def refused(self) -> Iterator[None]:
-        """While user code of a mini-batch runs; raises ``UserError`` at such a step."""
-        before, self._watches = self._watches, True
-        try:
-            yield
-        finally:
-            self._watches = before
 
     def backward(self, proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Lightning's, without the hooks behind it, in which all workers write alike.
@@ -88,10 +94,11 @@ class ForeignSteps:
         versions = [p._version for p in self._parameters]
         values = [p.detach().clone() for p in self._hooked] if self._looks else []
         self._looks -= bool(values)
-        with self.refused():
+        with self.user_code:
             proceed(*args, **kwargs)
-        written = any(p._version != v for p, v in zip(self._parameters, versions, strict=True))
-        if written or any(_differs(*pair) for pair in zip(values, self._hooked, strict=False)):
+        written = [p._version for p in self._parameters] != versions
+        pairs = zip(values, self._hooked, strict=True) if values else ()
+        if written or any(_differs(*pair) for pair in pairs):
             raise self._refusal("writes to its parameters")
 
     def _refusal(self, does: str) -> UserError:

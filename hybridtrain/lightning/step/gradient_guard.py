@@ -1,5 +1,4 @@
-"""What happens when a worker has no contribution to make: its gradient is not finite, or its memory
-has run out.
+"""Handle a step without a contribution: the gradient is not finite, or memory has run out.
 
 A worker that raises leaves the others waiting, under all-reduce. Here the user can choose (see
 :mod:`hybridtrain.engine.step.guard`). A callback that looks for losses that are not finite

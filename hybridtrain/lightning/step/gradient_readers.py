@@ -1,4 +1,4 @@
-"""Who looks at gradients, as far as can be told by reading the user's code.
+"""Find hooks and user code that read gradients, as far as the source code tells.
 
 Under all-reduce ``.grad`` holds the mean of all workers from the end of backward until it is set to
 zero, in every hook and even in the next ``training_step``. Here that costs a second exchange per
@@ -60,7 +60,7 @@ def names_a_gradient(objects: Iterable[object]) -> bool:
 
 
 def _functions(instance: object) -> Iterator[FunctionType]:
-    """Those that users have written: methods, properties, and functions kept as attributes."""
+    """Yield functions that users have written: methods, properties, functions in attributes."""
     values: list[Any] = list(vars(instance).values())
     for kind in type(instance).__mro__:
         if kind.__module__.partition(".")[0] not in FOREIGN:

@@ -53,7 +53,7 @@ class SavedStates:
     def masters_of(
         self, optimizer: torch.optim.Optimizer, update: NamedUpdate, own: bool
     ) -> torch.optim.Optimizer:
-        """What steps the masters, with the state that it had, if training goes on.
+        """Make the optimizer that steps the masters; a resumed run restores its state.
 
         ``own``: workers step the user's optimizer themselves.
         """

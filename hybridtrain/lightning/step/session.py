@@ -462,7 +462,7 @@ class Session(WorkerSession):
         try:
             if self._requirements.backs_up:
                 self._client.check_need()
-            with self._foreign.refused():
+            with self._foreign.user_code:
                 output = step()
             self.average_own()  # what a later mini-batch will step
         except NotNeeded:

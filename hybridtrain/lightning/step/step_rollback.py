@@ -73,7 +73,7 @@ class StepRollback:
 
 
 def _counts(trainer: Any) -> Iterator[dict[str, int]]:
-    """Of epochs, mini-batches, schedulers and steps, in all and in this epoch; to be changed."""
+    """Yield Lightning's counters of epochs, mini-batches, schedulers and steps, to be changed."""
     loop = trainer.fit_loop.epoch_loop
     steps = loop.automatic_optimization.optim_progress.optimizer.step
     epochs, batches = trainer.fit_loop.epoch_progress, loop.batch_progress

@@ -37,7 +37,7 @@ Decoder = Callable[[Tensor, Tensor], list[str]]  # log_probs (B, T, S), lengths 
 
 @dataclass(frozen=True, slots=True)
 class DecoderOptions:
-    """What to decode with; names and defaults are those of DeepSpeech's flags.
+    """Options of a decoder; names and defaults are those of DeepSpeech's flags.
 
     ``kind``: greedy or beam. ``beam_width``: how many prefixes stay alive. ``cutoff_top_n`` and
     ``cutoff_prob``: look only at so many, or so much probability, of the labels of each frame.

@@ -124,7 +124,7 @@ def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
 
 
 class Analogies(NamedTuple):
-    """Of one section of a file: questions asked, answered rightly, and with unknown words."""
+    """Counts of a section's questions: asked, answered rightly, and with unknown words."""
 
     section: str
     asked: int
@@ -133,7 +133,7 @@ class Analogies(NamedTuple):
 
 
 class Similarity(NamedTuple):
-    """Of one file: Spearman's rank correlation, pairs compared, and pairs without a vector."""
+    """A file's rank correlation (Spearman), pairs compared, and pairs without a vector."""
 
     correlation: float
     pairs: int

@@ -71,7 +71,7 @@ def _seeded(seed: int) -> Any:
 
 @inlined
 def _uniform(state: Any) -> Any:
-    """Of 24 bits, in [0, 1)."""
+    """Convert a random state to a uniform number in [0, 1), with 24 bits."""
     return np.float32(state >> np.uint64(40)) * np.float32(_FRACTION)
 
 

@@ -390,7 +390,7 @@ def _moved(source: Evidence, rows: float) -> float:
 
 
 def _update_s(source: Evidence, rows: int) -> float:
-    """Of an update of so many rows."""
+    """Predict the seconds of an update of so many rows."""
     if source.seen.size_bytes < CACHED_BYTES:
         return source.seen.update_s
     return source.seen.update_s * _moved(source, rows) / _moved(source, source.gathers)

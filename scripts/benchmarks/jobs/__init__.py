@@ -1,4 +1,4 @@
-"""What measured processes do: networks, loops and other people's libraries, which parts share.
+"""Jobs of measured processes: networks, loops and other libraries, which parts share.
 
 Here live functions that a :class:`~benchmarks.runs.Job` names; they return figures.
 Nothing here compares, knows a goal, or starts a measurement.

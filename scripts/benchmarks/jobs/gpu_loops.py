@@ -65,7 +65,7 @@ def peak_bytes() -> int:
 
 
 def use_all_cores() -> None:
-    """Of the host: in this process, and in whatever it starts or loads (DeepSpeed's own kernels).
+    """Use all cores in this process, and in whatever it starts or loads (DeepSpeed's own kernels).
 
     The benchmark's other parts have one thread in each process.
     """

@@ -1,4 +1,4 @@
-"""What is trained on a GPU: a language model, of which there are several sizes.
+"""A language model to train on a GPU, in several sizes.
 
 Legend: B samples of a mini-batch, T tokens of a sample.
 """

@@ -121,7 +121,7 @@ def strategy_named(name: str) -> Any:
 
 
 class Steps(Protocol):
-    """What the loop needs of an optimizer."""
+    """The part of an optimizer's interface that the loop uses."""
 
     def zero_grad(self) -> None: ...
 
@@ -190,7 +190,7 @@ class Averaging:
 
 @contextmanager
 def group(rank: int, workers: int, folder: str) -> Iterator[None]:
-    """Of all processes, over gloo; the same seed in each."""
+    """Join a gloo process group of all processes, with the same seed in each."""
     store = dist.FileStore(f"{folder}/store", workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is trained: networks, mini-batches in memory, ordinary Lightning modules.
+"""Models to train: networks, mini-batches in memory, ordinary Lightning modules.
 
 Legend: B samples of a mini-batch, T frames, N samples.
 """
@@ -65,7 +65,7 @@ class Bag(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained.
+    """A model, its optimizer and its data.
 
     ``step_s``: about how long a step of the slowest way takes on 2 cores: for their number.
     ``ids``: samples are so many different numbers; their gradients are sparse, and so is Adam.
@@ -176,5 +176,5 @@ def loader(model: str, steps: int, workers: int, single_samples: bool = False) -
 
 
 def as_it_is(batch: Any) -> Any:
-    """What :class:`InMemory` gives is a mini-batch already."""
+    """Collate nothing: :class:`InMemory` gives whole mini-batches."""
     return batch

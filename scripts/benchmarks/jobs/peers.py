@@ -1,4 +1,4 @@
-"""What others have for the same arithmetic: none of it a dependency (extra ``benchmark``).
+"""Other libraries for the same arithmetic: none of them a dependency (extra ``benchmark``).
 
 Legend: P parameters, W workers.
 """

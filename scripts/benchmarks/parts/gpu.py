@@ -31,7 +31,7 @@ _PEERS = Goal(1.0)
 
 
 def rows(frame: Frame) -> Iterator[Row | Skipped]:
-    """What is right, what it costs, and where it costs nothing."""
+    """Check results on a GPU; measure time and memory."""
     if not torch.cuda.is_available():
         yield frame.skip("one GPU", "torch sees no CUDA device")
         return
@@ -80,7 +80,7 @@ def against_others(
 
 
 def read(figures: dict[str, float]) -> tuple[float, str]:
-    """What is compared, and what is told beside it."""
+    """Split figures into the compared one and a text beside it."""
     rate, peak = figures["samples_per_s"], figures["peak_bytes"] / 2**30
     return figures["step_s"], f"{rate:.3g} samples/s, {peak:.1f} GiB of the device at most"
 

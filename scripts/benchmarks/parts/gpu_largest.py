@@ -92,7 +92,7 @@ def fits(way: str, depth: int, share: float) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the device, in this process or in a worker."""
+    """Recognise that the device is out of memory, in this process or in a worker."""
     return "out of memory" in str(error).lower()
 
 

@@ -1,4 +1,4 @@
-"""What one exchange and update costs from ten thousand to a hundred million parameters.
+"""Measure an exchange and update from ten thousand to a hundred million parameters.
 
 With 1, 2, 4 and 8 workers on however many cores there are. Beside it what gloo and fused Adam take
 for the same, where that is bearable and fits into memory. ``grows`` rows ask whether the time is

@@ -42,7 +42,7 @@ _BARE = Goal(1.15, 1.05, of="time")
 
 
 def rows(frame: Frame) -> Iterator[Row | Skipped]:
-    """Of every model."""
+    """Measure the steps of every model."""
     if frame.options.quick:
         yield from together(frame, "tiny", frame.options.workers, NOTHING_ASKED, all_ways=False)
         return

@@ -54,7 +54,7 @@ def mini_batch_s(strategy: str, slower: float, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What every run does.
+    """The training that every run does.
 
     ``slower``: how many times as long the last worker takes. ``seconds``: how long an epoch would
     last if nobody ever waited and only the sleep took time.

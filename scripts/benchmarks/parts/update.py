@@ -37,7 +37,7 @@ _SHARE = Goal(0.6, 0.9)
 
 
 def rows(frame: Frame) -> Iterator[Row | Skipped]:
-    """Of every size, against everything."""
+    """Measure the update of every size, against all alternatives."""
     quick = frame.options.quick
     for name in list(GOALS)[: 1 if quick else None]:
         size, work = int(float(name)), f"{name} parameters, {W} workers"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
+from tests.lightning.toys import Regression, make_trainer, regression_data
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}],
@@ -120,4 +124,60 @@ def test_a_state_with_a_mistake_is_refused_in_one_line(
     mistake(content["optimizer_states"][0])
     with pytest.raises(UserError, match=f"^ckpt=x.ckpt: .*{said}") as refused:
         check_content(content, "ckpt=x.ckpt", resumes=True)
+    assert "\n" not in str(refused.value)
+
+
+# ---- the file of a run that was interrupted within an epoch --------------------------------------
+
+
+class Save(pl.Callback):
+    """Writes a checkpoint within the epoch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint("mid.ckpt")
+
+
+def make_sparse(content: Any) -> None:
+    weights = content["state_dict"]
+    weights["net.0.weight"] = weights["net.0.weight"].to_sparse()
+
+
+def put(value: Any, *path: Any) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        *places, last = path
+        for place in places:
+            content = content[place]
+        content[last] = value
+
+    return change
+
+
+HUGE = r"is 2305843009213693952, and must be a whole number from 0 to"
+ODD: dict[str, tuple[Callable[[Any], None], str]] = {
+    "mini-batches": (put(2**61, "hybridtrain", "batches"), rf"hybridtrain\.batches {HUGE}"),
+    "of a loader": (
+        put(2**61, "hybridtrain", "loaders", 0, "batches"),
+        rf"hybridtrain\.loaders\[0\]\.batches {HUGE}",
+    ),
+    "version": (put("0.0.1", "pytorch-lightning_version"), "version is 0.0.1, and the loops are"),
+    "a metric": (put("x", "hybridtrain", "metrics", "train/loss"), "metrics.train/loss is 'x'"),
+    "metrics": (put("x", "hybridtrain", "metrics"), "hybridtrain.metrics is 'x', and must be a"),
+    "weight": (make_sparse, r"net.0.weight has shape \(16, 4\) in torch.sparse_coo instead of"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_value_in_a_file_given_from_python_is_one_line_that_names_file_and_entry(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = DataLoader(regression_data(32), 4)
+    make_trainer("hybrid", 2, max_epochs=1, callbacks=[Save()]).fit(Regression(), data)
+    content = torch.load("mid.ckpt", weights_only=True)
+    change, said = ODD[kind]
+    change(content)
+    torch.save(content, "odd.ckpt")
+    with pytest.raises(UserError, match=f"^ckpt_path=odd.ckpt: .*{said}") as refused:
+        make_trainer("hybrid", 2, max_epochs=2).fit(Regression(), data, ckpt_path="odd.ckpt")
     assert "\n" not in str(refused.value)
