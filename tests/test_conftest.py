@@ -36,7 +36,7 @@ def called(item: pytest.Item, raises: bool) -> int:
     return pid
 
 
-def test_of_a_test_that_is_marked_few_every_value_occurs_as_far_as_possible() -> None:
+def test_a_test_marked_few_has_every_value_as_far_as_possible() -> None:
     names = [f"test[{strategy}-{workers}]" for strategy in "abc" for workers in "123"]
     assert first_of_all(names, 3) == {"test[a-1]", "test[b-2]", "test[c-3]"}
     assert first_of_all(names, 1) == {"test[a-1]"}
@@ -57,7 +57,7 @@ class Case:
         self.marks[marker.name] = marker.mark
 
 
-def test_of_a_test_that_is_marked_few_the_other_cases_are_slow() -> None:
+def test_the_other_cases_of_a_test_marked_few_are_slow() -> None:
     few, slow = pytest.mark.few(2), pytest.mark.slow
     cases = [Case("test[0]", few, slow), *(Case(f"test[{n}]", few) for n in range(1, 5))]
     others = [Case("other[0]"), Case("other[1]")]
@@ -66,7 +66,7 @@ def test_of_a_test_that_is_marked_few_the_other_cases_are_slow() -> None:
     assert not any("slow" in case.marks for case in others)
 
 
-def test_of_slow_cases_every_pair_of_values_occurs_and_of_very_many_every_value() -> None:
+def test_slow_cases_have_every_pair_of_values_and_very_many_cases_every_value() -> None:
     few = {f"test[{a}-{b}-{c}]" for a in range(2) for b in range(2) for c in range(3)}
     assert len(few) == MANY and every_pair(sorted(few)) == few
     cube = [f"test[{a}-{b}-{c}]" for a in range(3) for b in range(3) for c in range(3)]

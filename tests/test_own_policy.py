@@ -56,7 +56,7 @@ def run(words: list[str]) -> None:
 
 @pytest.mark.wide
 @pytest.mark.own_process
-def test_it_is_trained_recorded_replayed_and_drawn(
+def test_the_pages_own_policy_is_trained_recorded_replayed_and_drawn(
     fresh: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for words in commands("Train with it, and replay the run"):
@@ -87,7 +87,7 @@ def test_a_hundred_workers_are_simulated_and_drawn(
 
 @pytest.mark.slow
 @pytest.mark.own_process
-def test_it_is_part_of_a_sweep_and_of_a_search(
+def test_the_pages_own_policy_is_part_of_a_sweep_and_of_a_search(
     fresh: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for words in commands("Compare, sweep and search"):

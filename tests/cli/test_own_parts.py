@@ -51,7 +51,7 @@ def test_a_run_with_a_part_of_ones_own_is_replayed(
     ],
     ids=["policy by keys", "exchange", "policy"],
 )
-def test_it_takes_the_place_of_the_strategys_part_also_when_the_run_goes_on(
+def test_an_own_part_replaces_the_strategys_part_also_in_a_resumed_run(
     command: Command, replay: Replay, strategy: str, part: str, given: list[str]
 ) -> None:
     asked = [each.format(HERE) for each in given]

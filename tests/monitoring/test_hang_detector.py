@@ -196,7 +196,7 @@ def signs(beats: dict[int, int], waits: set[int]) -> dict[int, Sign]:
     return {w: Sign(w, w in waits, Doing.STEP, n) for w, n in beats.items()}
 
 
-def test_of_several_workers_only_the_one_that_neither_waits_nor_works_is_given_up() -> None:
+def test_only_the_worker_that_neither_waits_nor_works_is_given_up() -> None:
     looks = HangDetector(HangTimeout(8.0))
     found: list[Silent] = []
     for now in range(40):

@@ -60,7 +60,7 @@ def test_memory_counts_as_left_behind_only_if_some_is_missing_after_each_fit(
     assert said is None or found.text.endswith(f"; {said}")
 
 
-def test_of_a_small_model_noise_is_not_taken_for_a_loss() -> None:
+def test_noise_in_a_small_models_memory_is_not_taken_for_a_leak() -> None:
     assert host.judged(falling(15), STEADY, MIB).right
     assert "17 MiB less available from fit to fit" in host.judged(falling(17), STEADY, MIB).text
     assert not host.judged(falling(17), STEADY, MIB).right

@@ -105,7 +105,7 @@ def test_waiting_for_cores_in_the_recorded_run_is_taken_out(tmp_path: Path) -> N
     assert row["samples_per_s"] == pytest.approx(32 / (0.5 + UPDATE_S), rel=0.01)
 
 
-def test_of_a_run_that_does_not_say_workers_were_busy_and_had_waited_for_cores(
+def test_workers_of_a_run_without_such_figures_are_taken_to_have_been_busy_and_waited_for_cores(
     tmp_path: Path,
 ) -> None:
     run = left(tmp_path / "run", [1.0] * 4, cores=2, cpu_s=0)

@@ -238,7 +238,7 @@ def test_conditions_of_a_simulated_run_can_be_changed_but_not_its_times(
     assert "run was given together with task=parabola" in capsys.readouterr().err
 
 
-def test_of_a_long_record_only_the_beginning_is_read(tmp_path: Path) -> None:
+def test_advice_reads_only_the_beginning_of_a_long_record(tmp_path: Path) -> None:
     recorded(tmp_path, [1.0, 2.0], rounds=50)
     part = read_record(tmp_path / "record.bin", most_events=60)
     assert len(part.cells) < 60 and not part.whole

@@ -102,7 +102,9 @@ def test_several_mini_batches_drawn_at_once_are_those_of_all_loaders() -> None:
     assert queue.draw(0, replace(other, begins=True)).spans == ((2, 3),)
 
 
-def test_of_loaders_drawn_from_together_only_the_first_says_whether_something_is_left() -> None:
+def test_the_first_of_several_loaders_drawn_from_together_decides_whether_something_is_left() -> (
+    None
+):
     queue, (one, other) = BatchQueue({0, 1}), pair(2, (1, 1))
     for worker in (0, 1):
         queue.draw(worker, replace(one, begins=True))
@@ -181,7 +183,7 @@ def test_no_mini_batch_is_kept_for_faster_workers_while_they_are_away() -> None:
     assert train(queue, 0, again), "they are to come back, when somebody has made a step"
 
 
-def test_of_an_epoch_that_is_over_nothing_is_left_though_the_next_one_has_begun() -> None:
+def test_an_ended_epoch_has_nothing_left_when_the_next_one_has_begun() -> None:
     queue, ask = BatchQueue({0, 1}), draw(4, (2, 2))
     assert train(queue, 0, ask) and train(queue, 1, ask)
     following = replace(ask, lap=LoaderPass(0, 1))

@@ -33,7 +33,7 @@ def test_a_gradient_is_as_large_as_its_part_of_the_row(told: dict[str, Any], n_b
     assert served.server.statistics.stats()["handed_over"] == wanted
 
 
-def test_of_a_sparse_gradient_values_and_indices_count() -> None:
+def test_the_bytes_of_a_sparse_gradient_are_those_of_its_values_and_indices() -> None:
     served = Served(1, parameters=(TABLE, WIDE))
     rows = torch.tensor([[3, 17]])
     gradient = torch.sparse_coo_tensor(rows, torch.ones(2, 4), TABLE.shape, check_invariants=True)

@@ -421,7 +421,7 @@ def test_who_is_released_reads_the_newest_and_nobody_else() -> None:
     assert served.store.parameter(0, slot)[0] == -1.0
 
 
-def test_of_a_users_write_the_change_counts_where_the_masters_have_moved() -> None:
+def test_a_users_write_to_parameters_adds_its_change_to_masters_that_have_moved() -> None:
     served = Served(2, OnArrival())
     (slot,) = served.layout.slots
     served.push(0, 1.0)

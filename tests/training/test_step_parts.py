@@ -47,7 +47,7 @@ def test_a_step_that_is_to_be_left_out_stays_so_whatever_follows_in_it() -> None
     assert not made.veto
 
 
-def test_of_a_mini_batch_that_is_left_out_neither_weight_nor_samples_count() -> None:
+def test_a_mini_batch_that_is_left_out_counts_with_neither_weight_nor_samples() -> None:
     gathered = Accumulation()
     for samples in (4.0, 2.0):
         gathered.begin(samples, None)

@@ -362,7 +362,7 @@ def test_sparse_gradients_are_corrected_like_the_rows_of_dense_ones(correction: 
     assert not torch.isclose(sparse, gradient[rows], rtol=1e-6).any()
 
 
-def test_of_a_sparse_gradient_only_touched_rows_are_remembered() -> None:
+def test_a_correction_of_sparse_gradients_remembers_only_touched_rows() -> None:
     correction = GapAware()
     now = torch.zeros(4, 2, dtype=torch.float64)
     bench = Bench(now, now - 0.3, torch.ones(2, 2, dtype=torch.float64), [0, 3])

@@ -199,7 +199,7 @@ def test_a_pass_that_begins_anew_forgets_what_came_ahead() -> None:
     assert line.sent[-1] == ask_of(begins=True)
 
 
-def test_of_an_epoch_that_is_left_early_nothing_is_kept() -> None:
+def test_an_epoch_that_is_left_early_keeps_nothing() -> None:
     """With ``limit_train_batches``, say: neither what came ahead, nor what was to be asked for."""
     ahead = Ticket(((2, 4),))
     speaker, line = client(Ticket(((0, 2),)), Released(1, tickets=(ahead,)), Ticket(((0, 2),)))

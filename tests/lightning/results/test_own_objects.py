@@ -675,7 +675,7 @@ def test_random_number_generators_go_on_in_the_next_training_as_on_one_device(
     assert found[0] == found[1] and len(found[0][1]) == 12
 
 
-def test_of_several_workers_generators_have_the_state_of_the_first() -> None:
+def test_generators_of_the_caller_have_the_state_of_the_first_of_several_workers() -> None:
     module = Drawing()
     run("hybrid", module, "fit", "fit", workers=2)
     known, generator = Drawing(), random.Random(0)

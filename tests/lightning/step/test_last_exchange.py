@@ -148,7 +148,7 @@ def test_all_workers_steps_are_in_the_result(name: str, how: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", by_default(FREE, "easgd"))
-def test_of_a_run_that_is_interrupted_no_steps_are_lost_nor_done_again(
+def test_an_interrupted_run_neither_loses_nor_repeats_a_workers_own_steps(
     name: str, tmp_path: Path
 ) -> None:
     """Where workers run freely; in lock-step the steps since the last exchange are done again."""
@@ -163,7 +163,7 @@ def test_of_a_run_that_is_interrupted_no_steps_are_lost_nor_done_again(
 
 
 @pytest.mark.parametrize("name", by_default(FREE, "downpour"))
-def test_of_several_workers_that_are_interrupted_each_hands_over_its_steps(
+def test_each_of_several_interrupted_workers_hands_over_its_steps(
     name: str, tmp_path: Path
 ) -> None:
     data = Recorder(regression_data(N, torch.float64))

@@ -197,7 +197,9 @@ def test_skip_bad_leaves_out_and_counts(tmp_path: Path, caplog: pytest.LogCaptur
     assert "(data.skip_bad=true leaves such files out)" in refused(tmp_path, *rows)
 
 
-def test_of_very_many_skipped_only_some_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_warning_of_very_many_skipped_utterances_names_only_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     bad = [f"gone{n}.wav,1,lost" for n in range(100)]
     module(tmp_path, "good.wav,1,fine", *bad, skip_bad=True).setup("fit")
     assert caplog.text.count("gone") == 20 and "and 80 more" in caplog.text

@@ -58,7 +58,7 @@ def test_a_host_that_comes_back_gets_rows_once_it_has_the_memory_for_them() -> N
     assert [bool(spans) for _, spans in line.sent] == [False, False, True]
 
 
-def test_of_a_lost_host_the_workers_that_wait_are_lost_first() -> None:
+def test_a_lost_hosts_waiting_workers_are_lost_first() -> None:
     """Else the loss of the others would release them, as a meeting then has all that are left."""
     host = OtherHost(1, [2, 3, 4], lambda signum: None)
     host.take(Line())  # type: ignore[arg-type]
