@@ -13,7 +13,6 @@ Options:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,7 +56,3 @@ def run(arguments: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0, or 2 after one line on standard error."""
     return command(run, __doc__, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

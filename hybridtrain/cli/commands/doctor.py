@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -300,7 +299,3 @@ def _print(found: Sequence[Finding], as_json: bool, several: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0, 1 if something is bad, or 2 after one line on standard error."""
     return command(run, __doc__, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -293,7 +293,3 @@ def run(arguments: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: the exit status of host 0, or 2 after one line on standard error."""
     return command(run, __doc__, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -35,7 +35,6 @@ Options:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,7 +162,3 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0, 1 if the runs part, or 2 after one line on standard error."""
     return command(run, __doc__, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

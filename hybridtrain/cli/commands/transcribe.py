@@ -121,7 +121,3 @@ def run(arguments: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0, or 2 after one line on standard error."""
     return command(run, __doc__, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
