@@ -75,6 +75,9 @@ def shares_parameters(trainer: Any) -> bool:
 _SMALLER = "give a smaller model.dim, a larger data.min_count, data.max_words, or fewer workers"
 
 
+_LARGE, _TIMES = 2**28, 100  # bytes of a table; rows for each number that the data may have
+
+
 def check_size(n_bytes: int, workers: int, what: str, advice: str = _SMALLER) -> None:
     """Check that the tables fit into memory, once shared and once in each worker.
 
@@ -201,15 +204,26 @@ class InPlaceModule(CompiledSteps):
         super().__init__(compiled, optimizer or partial(SGD, lr=rate))
         self.rate, self.decay = rate, decay
 
-    def check_size(self, rows: int, width: int) -> None:
+    def check_size(self, rows: int, width: int, n_numbers: int | None = None) -> None:
         """Check that a float32 table fits into memory; one large number in the data sets its rows.
 
+        Args:
+            rows: of the table.
+            width: of a row.
+            n_numbers: so many different rows the data name at most; None: they may be few.
+
         Raises:
-            UserError: if it does not.
+            UserError: if it does not fit, or is large and nearly all rows would be of no number.
         """
-        advice = "number them from 0 without gaps, or give fewer workers"
+        n_bytes = 4 * rows * width
         what = f"tables of {rows:,} rows, one more than the largest number in the data,"
-        check_size(4 * rows * width, self.workers, what, advice)
+        if n_numbers is not None and n_bytes > _LARGE and rows > _TIMES * n_numbers:
+            raise UserError(
+                f"{what} are {n_bytes / 2**30:.1f} GiB, and the data have at most {n_numbers:,} "
+                "different numbers; number them from 0 without gaps"
+            )
+        advice = "number them from 0 without gaps, or give fewer workers"
+        check_size(n_bytes, self.workers, what, advice)
 
     @property
     def rate_now(self) -> float:

@@ -291,6 +291,18 @@ def test_a_number_too_large_for_a_table_is_refused(
         module().know(data.func(str(path), **options))
 
 
+@pytest.mark.parametrize(("name", "options"), [("completion", {}), ("cuts", {"terminals": [0, 1]})])
+def test_a_table_of_which_nearly_no_row_is_in_the_data_is_refused(
+    name: str, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.txt"
+    path.write_text("0 200000000 1\n" * 2)
+    module, data = PROBLEMS[name]
+    monkeypatch.setattr(os, "sysconf", lambda _: 2**24)  # a machine that could hold it
+    with pytest.raises(UserError, match=r"200,000,00\d rows.* GiB.* at most [24] different num"):
+        module().know(data.func(str(path), **options))
+
+
 # ---- options ------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ class GraphCuts(InPlaceModule):
 
     def know(self, data: EdgesData) -> None:
         self.nodes, self.terminals = data.nodes, list(data.terminals)
-        self.check_size(self.nodes, len(self.terminals))
+        self.check_size(self.nodes, len(self.terminals), 2 * len(data.edges))
 
     def configure_model(self) -> None:
         """As many rows as the graph has nodes."""

@@ -52,7 +52,7 @@ class MatrixCompletion(InPlaceModule):
 
     def know(self, data: RatingsData) -> None:
         self.users, self.items = data.users, data.items
-        self.check_size(self.users + self.items, self.dim)
+        self.check_size(self.users + self.items, self.dim, 2 * len(data.ratings))
         self.mean = float(data.ratings.values.mean())
         sides = ((data.ratings.ones, data.users), (data.ratings.others, data.items))
         counts = [np.maximum(np.bincount(rows, minlength=n), 1) for rows, n in sides]
