@@ -319,8 +319,16 @@ def labels(runs: Sequence[Run], without: Collection[str] = ()) -> list[str]:
     """A short unique name for each run, made of the overrides that not all runs share.
 
     ``strategy=async trainer.devices=2`` becomes ``async devices=2``; in a sweep the number of the
-    job comes first. ``without``: keys that are left out.
+    job comes first. Control characters are shown as escapes. ``without``: keys that are left out.
     """
+    return [_in_one_line(name) for name in _labels(runs, without)]
+
+
+def _in_one_line(name: str) -> str:
+    return printable(name.replace("\n", "\\n").replace("\t", "\\t"))
+
+
+def _labels(runs: Sequence[Run], without: Collection[str]) -> list[str]:
     common = set(common_overrides(runs))
     last = [{key_of(x): x for x in run.overrides}.values() for run in runs]
     each = [[x for x in own if x not in common] for own in last]

@@ -304,6 +304,12 @@ def test_without_matplotlib_there_are_tables_and_a_word_about_the_curves(
     assert f"python -m hybridtrain compare {tmp_path}" in seen.texts
 
 
+def test_labels_show_control_characters_as_escapes(tmp_path: Path) -> None:
+    names = ("a\tb", "c\nd", "e\x1b[2Jf")
+    found = labels([Run(tmp_path / name) for name in names])
+    assert found == [r"a\tb", r"c\nd", r"e\x1b[2Jf"]
+
+
 def test_labels_say_what_differs_and_are_never_alike(tmp_path: Path) -> None:
     told = [("a.b=1", "c=x"), ("a.b=2", "c=x"), ("a.b=2", "c=x"), ()]
     runs = [read_run(leave(tmp_path / str(i), *each)) for i, each in enumerate(told)]
