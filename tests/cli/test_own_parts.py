@@ -92,7 +92,7 @@ def test_a_run_a_sweep_and_a_search_go_on_with_it(command: Command, how: str) ->
         ([f"strategy.policy={{_target_: {HERE}.Quorum, lest: 1}}"], "(did you mean least?)"),
         ([f"strategy.policy={{_target_: {HERE}.Quorum, least: 0}}"], "least=0 makes no update"),
         (["strategy.policy={_target_: nowhere_at_all.Q}"], "or add that to PYTHONPATH)"),
-        (["strategy.update={_target_: torch.optim.SGD, lr: 1}"], "needs strategy.update.params"),
+        (["strategy.update={_target_: torch.optim.SGD, lr: 1}"], "a class of optimizers"),
         ([f"strategy.policy={{_target_: {HERE}.Quorum}}", "strategy.exchange=in_place",
           "strategy.update=sgd"], "workers step the parameters"),
     ],

@@ -32,7 +32,7 @@ from hybridtrain.util.option_types import (
     shown,
     typed,
 )
-from hybridtrain.util.own_parts import is_class, make_part
+from hybridtrain.util.own_parts import TARGET, is_class, load_target, make_part
 
 # ---- merge rules that bear workers whose gradients are garbage ----------------------------------
 # Yin, Chen, Ramchandran, Bartlett, *Byzantine-Robust Distributed Learning: Towards Optimal
@@ -327,6 +327,7 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
     if isinstance(given, type):
         raise is_class("update", given)
     if is_target(given):
+        refuse_optimizer(str(given[TARGET]))
         given = make_part("update", given)
     if not isinstance(given, str | Mapping):
         return NamedUpdate(USER, merge=_checked_rule(given))
@@ -343,6 +344,18 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
         )
     checked_choice("update", {"name": name, **options}, {name: KNOWN.get(name, lambda: None)})
     return NamedUpdate(name, options)
+
+
+def refuse_optimizer(target: str) -> None:
+    """Refuse a class of optimizers as ``_target_`` of an update; raises UserError."""
+    kind = load_target("update", target)
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+        raise UserError(
+            f"update={target} was given, which is a class of optimizers, and an update takes one "
+            "of torch.optim by its name ({name: sgd, lr: 0.7}), or a merge rule; return an "
+            "optimizer of your own from configure_optimizers: with strategy=hybrid it steps the "
+            "parameters in host memory"
+        )
 
 
 def _checked_rule(given: object) -> MergeRule:

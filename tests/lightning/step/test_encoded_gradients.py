@@ -306,6 +306,7 @@ class Short(Weighted):
         (3, {"update": {"name": "trimmed_mean", "trim": 0.5}}, "update.trim=0.5 .* below 0.5"),
         (2, {"update": "median", "exchange": "movement"}, "update=median.* exchange=movement"),
         (2, {"update": object()}, "neither a name nor a merge rule"),
+        (2, {"update": {"_target_": "torch.optim.SGD", "lr": 1.0}}, "is a class of optimizers"),
         (2, {"update": Wrong()}, r"merge\(\) returned .*3.* for parameter 0, .* \(80, 60\)"),
         (2, {"update": Nothing()}, r"merge\(\) returned NoneType; return a list"),
         (2, {"update": Short()}, r"merge\(\) returned 0 gradients for 2 parameters"),
