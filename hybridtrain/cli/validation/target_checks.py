@@ -22,7 +22,6 @@ from omegaconf.errors import InterpolationResolutionError
 
 from hybridtrain.cli.explain import STRATEGY, one_line
 from hybridtrain.engine.options.strategy_arguments import check_sizes
-from hybridtrain.engine.updates.named import refuse_optimizer
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration
 from hybridtrain.util.option_types import check, check_arguments, hint, hints, shown
@@ -51,6 +50,8 @@ def _check_target(key: str, node: DictConfig) -> None:
     name = str(node["_target_"])
     target = load_target(key, name)
     if key == "strategy.update":
+        from hybridtrain.engine.updates.named import refuse_optimizer  # it needs torch
+
         refuse_optimizer(name)
     given = [str(x) for x in node if x not in _HYDRAS_OWN]
     values = {name: value for name, value in _given_values(node) if name in given}
