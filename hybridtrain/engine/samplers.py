@@ -63,7 +63,7 @@ def drawn(sampler: Sampler[int], client: Client, most: int | None, epoch: int) -
     """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    draws = client.is_leader or client.solo  # who joins meets nobody yet
+    draws = client.group.is_leader or client.group.solo  # who joins meets nobody yet
     mine = list(map(_plain, islice(sampler, most))) if draws else None
     return client.gather("order of the epoch", mine)[0]
 
@@ -168,7 +168,7 @@ class EpochSampler(Sampler[int]):
         self.lap = 0
         self.ended = False  # the current pass has nothing more for this worker
         # Workers that share the next passes.
-        self.crew = begun.crew if begun and begun.crew else client.there
+        self.crew = begun.crew if begun and begun.crew else client.group.there
         self._steps: list[tuple[int, int]] = []  # version, mini-batches of this iteration done then
 
     @property
@@ -347,7 +347,7 @@ class EpochSampler(Sampler[int]):
         drawn = unseen.get(LoaderPass(self.number, self.epoch, lap))
         if drawn is not None:
             return lap, batches, drawn
-        rest, left = split(spans, done)[1], self.left_by(self._client.gone)
+        rest, left = split(spans, done)[1], self.left_by(self._client.group.gone)
         return lap, batches, merged([*without(left, rest), *rest]) if left else rest
 
 
@@ -466,7 +466,8 @@ class QueueSampler(EpochSampler):
         self._reopened = True
 
     def _begin(self) -> tuple[Sequence[int], Spans, int]:
-        begins = self._iterated != self.epoch and not self._client.joins  # who joins is alone here
+        joins = self._client.group.joins  # who joins is alone here
+        begins = self._iterated != self.epoch and not joins
         found = super()._begin()
         if begins and self.source is not self.plan.order and self.plan.several():
             self._ordered(self.plan.order, 0)  # while all are here
@@ -496,7 +497,7 @@ class QueueSampler(EpochSampler):
                 several=several,
                 continues=continues,
             )
-            ticket = self._client.draw(ask)
+            ticket = self._client.queue.draw(ask)
             begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
             cover = DrawnBatch(lap, ticket.spans) if ticket.counts else None
             self._plan_next(n_drawn if ticket.counts else 0, batches, 0, cover)

@@ -118,14 +118,14 @@ class Collectives:
 
     def _numbers(self, n: int) -> Sequence[int]:
         """The numbers of the ``n`` workers that have just met."""
-        return self._client.met if n > 1 else (self._client.worker,)
+        return self._client.group.met if n > 1 else (self._client.worker,)
 
     def _gather(self, tag: str, item: Any) -> list[Any]:
         self._check_that_others_come(tag)
         return self._client.gather(tag, item)
 
     def _check_that_others_come(self, tag: str) -> None:
-        if self.alone and self._client.n_workers > 1 and not self._client.solo:
+        if self.alone and self._client.n_workers > 1 and not self._client.group.solo:
             name = tag.partition(CALLED_AT)[0]
             raise UserError(f"a collective ('{name}') was called {self.alone}")
 
@@ -141,17 +141,17 @@ class Collectives:
         lost ``src``.
         """
         client = self._client
-        if self.local or client.solo:
+        if self.local or client.group.solo:
             return obj
-        source = src if src in client.there else client.there[0]
+        source = src if src in client.group.there else client.group.there[0]
         while True:
             mine = tree_map_only(torch.Tensor, _sent, obj) if client.worker == source else None
             known = self._gather("broadcast", (source, mine))
-            if all(whose == source for whose, _ in known) and source in client.met:
-                found = known[client.met.index(source)][1]
+            if all(whose == source for whose, _ in known) and source in client.group.met:
+                found = known[client.group.met.index(source)][1]
                 return tree_map_only(_OnDevice, lambda sent: sent.tensor.to(self._device), found)
             # It was lost meanwhile, or not all know that it is; all know which workers have met.
-            source = src if src in client.met else client.met[0]
+            source = src if src in client.group.met else client.group.met[0]
 
     def decide(self, decision: bool, all_must_agree: bool) -> bool:
         """Whether all (or any) workers decide True."""
@@ -282,7 +282,7 @@ class _GatherWithGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (tag,) = ctx.stack.args
         total = ctx.stack.func(f"backward of {tag}", grads[0] * ctx.weight).sum(dim=0)
-        return total[ctx.client.place] / max(ctx.weight, 1e-12), None, None, None
+        return total[ctx.client.group.place] / max(ctx.weight, 1e-12), None, None, None
 
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor | _OnDevice:

@@ -292,7 +292,7 @@ class HostMemoryStrategy(ParallelStrategy, Scheme, ExpectsUpdates):
     @property
     def is_global_zero(self) -> bool:
         """Worker 0, or while it is lost, the remaining worker with the lowest number."""
-        return self.node_rank == 0 if self._client is None else self._client.is_leader
+        return self.node_rank == 0 if self._client is None else self._client.group.is_leader
 
     @property
     def is_distributed(self) -> bool:
@@ -376,7 +376,7 @@ class HostMemoryStrategy(ParallelStrategy, Scheme, ExpectsUpdates):
     def saved_counts(self) -> dict[str, int]:
         """Updates and samples of this run in the checkpoint being written."""
         # There is no snapshot once training is over, or without an optimizer.
-        return (self._client and self._client.snapshot_counts) or self.run_stats()
+        return (self._client and self._client.snapshots.counts) or self.run_stats()
 
     def remember_stats(self, stats: dict[str, Any]) -> None:
         """Keep the statistics of a run that has ended."""

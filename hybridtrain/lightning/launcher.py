@@ -35,7 +35,8 @@ from hybridtrain.engine.scheme import (
     workers_may_update,
     world_of,
 )
-from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.inbox import StopRequested
 from hybridtrain.engine.worlds.inherited import Inherited, look_through
 from hybridtrain.engine.worlds.parent_death import end_with_engine
 from hybridtrain.engine.worlds.process_world import BeginAnew

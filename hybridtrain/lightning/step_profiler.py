@@ -136,14 +136,14 @@ class StepProfiler(Profiler):
             return
         track = self._begin(client.n_workers)
         timed(track, client, "gather", Phase.WAIT, "meeting")
-        timed(track, client, "draw", Phase.DATA, "ticket")
+        timed(track, client.queue, "draw", Phase.DATA, "ticket")
         for method, name in (("average", "mean of all"), ("begin", "turn"), ("pull", "pull")):
             timed(track, client, method, Phase.WAIT, name)
-        timed(track, client, "snapshot", Phase.CHECKPOINT, "snapshot")
+        timed(track, client.snapshots, "take", Phase.CHECKPOINT, "snapshot")
         around(Point.EVALUATION, trainer.fit_loop.epoch_loop.val_loop, self.validate)
         timed(track, client.line, "send", Phase.PUSH)  # apart from waiting
-        timed(track, client, "await_release", Phase.WAIT, "wait for the release")
-        follow(client, "await_release", lambda: track.mark(client.version))
+        timed(track, client.pushes, "await_release", Phase.WAIT, "wait for the release")
+        follow(client.pushes, "await_release", lambda: track.mark(client.steps.version))
         follow(strategy, "on_train_start", lambda: self._watch_session(session(), client))
 
     def validate(self, proceed: Callable[[], Any]) -> Any:
@@ -165,7 +165,7 @@ class StepProfiler(Profiler):
         timed(track, session.replica, "collect", Phase.PUSH, "collect gradients")
         timed(track, session.replica, "writes", Phase.PUSH, "look for written parameters")
         timed(track, session.replica, "refresh", Phase.PULL)
-        for owner, method, name in client.maker.timed():
+        for owner, method, name in client.steps.maker.timed():
             timed(track, owner, method, Phase.UPDATE, name)
         timed(track, session.guard, "accepts", Phase.PUSH, "are gradients finite")
         self._watch_steps(track, session)

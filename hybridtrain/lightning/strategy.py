@@ -291,10 +291,10 @@ class HybridStrategy(HostMemoryStrategy):
                 self._back.restore_apart(self.session)
             if (expected := self.expected_updates) is not None:
                 self._count = UpdateCount(trainer, worker, expected, self._absence)
-            if self._count is not None and self.client.joins:
-                self.client.rejoin(joined=True)
+            if self._count is not None and self.client.group.joins:
+                self.client.group.rejoin(joined=True)
                 self._count.join(self.session.pull())
-            self.step_rollback = StepRollback(self.session, self.client, self._loaders)
+            self.step_rollback = StepRollback(self.session, self.client.steps, self._loaders)
             self._losses = prepare_for_losses(
                 worker,
                 self.session,
@@ -406,7 +406,7 @@ class HybridStrategy(HostMemoryStrategy):
         In lock-step all workers would have to exchange: a resumed run repeats these steps. It
         repeats a pass that evaluates the loss, too.
         """
-        session, stop, wants = self.session, self.client.stop, self.requirements
+        session, stop, wants = self.session, self.client.inbox.stop, self.requirements
         asked = stop is not None and not stop.now
         begun = self._loaders is not None and self._loaders.under_way
         if session is None or wants.whole_rounds or wants.evaluates or not asked or begun:
@@ -425,9 +425,9 @@ class HybridStrategy(HostMemoryStrategy):
     @property
     def _may_exchange(self) -> bool:
         """Whether this worker may exchange here: all workers do, or they run freely."""
-        stop = self.client.stop
+        stop = self.client.inbox.stop
         stopped = stop is not None and stop.behind is None
-        return not (stopped or self.client.solo or self.reports_progress) and not (
+        return not (stopped or self.client.group.solo or self.reports_progress) and not (
             self._acts_alone and self.requirements.whole_rounds
         )
 
@@ -450,7 +450,7 @@ class HybridStrategy(HostMemoryStrategy):
 
         ``ends``: see ``exchange_own_steps``.
         """
-        self.client.settle()
+        self.client.pushes.settle()
         self.exchange_own_steps(ends)  # before workers are asked whether samples are left
         if self._losses is not None:
             self._losses.end_epoch()
@@ -507,7 +507,7 @@ class HybridStrategy(HostMemoryStrategy):
         if session is None or (self.client.n_workers == 1 and not session.has_own_state):
             return
         if self._all_take_part:
-            self.client.settle()
+            self.client.pushes.settle()
             last = not self.requirements.whole_rounds or has_made_last_step(session.trainer)
             if last and session.has_own_parameters:
                 self._exchange(session)
@@ -535,7 +535,7 @@ class HybridStrategy(HostMemoryStrategy):
 
     def decide_on_checkpoint(self) -> None:
         """Freeze the version before ``ModelCheckpoint`` builds the name of the file."""
-        self.client.settle()
+        self.client.pushes.settle()
         if self._saves_one_update and self.collectives.local:
             self.before_checkpoint()
             self._decided = self.lightning_module_state_dict()
@@ -544,7 +544,7 @@ class HybridStrategy(HostMemoryStrategy):
         """Bring weights, moments, step to one version: others may train while worker 0 writes."""
         if self._decided is not None:
             return
-        self.client.settle()
+        self.client.pushes.settle()
         self._snapshot = None  # schedulers may have stepped since
         own = self.session is not None and self.session.has_own_parameters
         if self.reports_progress and own:

@@ -28,7 +28,8 @@ from hybridtrain.engine.step.session import Trained, WorkerSession
 from hybridtrain.engine.step.shared_buffers import shared
 from hybridtrain.engine.step.trained_parameters import sparse_slots
 from hybridtrain.engine.updates.named import NamedUpdate
-from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.inbox import StopRequested
 from hybridtrain.engine.worlds.inherited import Inherited
 from hybridtrain.errors import UserError
 from hybridtrain.standalone.data import Data
@@ -176,7 +177,7 @@ class Worker:
         sizes = (epochs.batch_size,) * client.n_workers
         turns = int(self._wants.takes_turns)
         plan = EpochPlan(order, data.length, sizes, epochs.drop_last, False, lambda: turns)
-        data_teller(client, not self._job.recorded)(0, data)
+        data_teller(client.note, not self._job.recorded)(0, data)
         kind = ShareSampler if self._wants.data == "shares" else QueueSampler
         return kind(plan, 0, client)
 
@@ -195,7 +196,7 @@ class Worker:
     @property
     def version(self) -> int:
         """The number of updates that this worker's parameters have."""
-        return self._client.version
+        return self._client.steps.version
 
     @property
     def model(self) -> Any:
@@ -248,13 +249,13 @@ class Worker:
             UserError: if it cannot be written.
         """
         self._check_thread()
-        self._client.settle()
+        self._client.pushes.settle()
         replica, own = self._session.replica, self._session.has_own_parameters
         if own:
             replica.hold_masters()
         else:
             self._session.pull()  # what the body has written itself goes to the masters first
-        version, (saved,) = self._client.snapshot()
+        version, (saved,) = self._client.snapshots.take()
         replica.refresh(keep=own)
         names = [name for name, _ in self._session.named]
         states = {names[number]: state for number, state in saved.parameters.items()}
@@ -328,7 +329,7 @@ class Worker:
         if self._wants.takes_turns or (self._wants.asks and not self._has_asked):
             self._has_asked = True
             self._session.await_turn()
-        self._client.count_pushes()
+        self._client.steps.count_pushes()
         portion = sampler.next_portion()
         assert portion is not None, "the sampler has planned what it has given"
         self._rows += portion.weight or 0.0
@@ -339,7 +340,7 @@ class Worker:
 
     def _begin_push(self, samples: float | None) -> None:
         if self._sampler is None:  # a push is all that there is of a mini-batch
-            self._client.count_pushes()
+            self._client.steps.count_pushes()
         if self._rows or self._sampler is None:
             self._session.begin_samples(samples or self._rows or 1.0)
         elif samples:  # whether it counts is decided with the first push of the mini-batch
@@ -358,21 +359,21 @@ class Worker:
         if sampler.has_nothing_next:  # too few samples were left for all
             sampler.next_portion()
             self._session.sit_out()
-        self._client.settle()
+        self._client.pushes.settle()
         self._session.flush(ends=True)
         self._client.heartbeat.beat(Doing.EPOCH)
         self._client.gather("the end of an epoch", None)
         self._has_asked &= not self._wants.evaluates  # the next pass is at another point
-        left = sampler.left_by(self._client.gone) if remembers else ()
-        if not (left or self._client.left):
+        left = sampler.left_by(self._client.group.gone) if remembers else ()
+        if not (left or self._client.group.left):
             return False
-        sampler.go_on(self._client.there, left)
+        sampler.go_on(self._client.group.there, left)
         return True
 
     def _end_epoch(self, sampler: EpochSampler) -> None:
         """All have met: see the same parameters."""
-        if self._client.gone:  # before a question that each asks by itself
-            sampler.shares_with(self._client.there)
+        if self._client.group.gone:  # before a question that each asks by itself
+            sampler.shares_with(self._client.group.there)
         if self._wants.whole_rounds and self._session.has_own_parameters:
             self._session.replica.refresh()
         else:
@@ -428,9 +429,9 @@ class Worker:
         self._taken.pushes += 1
         if self._sampler is None:
             self._client.heartbeat.beat(Doing.BETWEEN)
-        counted = self._client.counted
+        counted = self._client.steps.counted
         if self._sampler is not None and counted:
-            self._sampler.commit(self._client.version, self._session.has_unsent)
+            self._sampler.commit(self._client.steps.version, self._session.has_unsent)
         elif self._sampler is not None:
             self._sampler.drop()
         return counted
@@ -479,18 +480,19 @@ class Worker:
                 "leave data out"
             )
         self._check_pushed()
-        self._client.settle()
+        self._client.pushes.settle()
         self._session.flush(ends=True)
         self._client.heartbeat.beat(Doing.ENDING)
         early = self._job.epochs is not None and not self._taken.all
         left = " (it has left its mini-batches early)" if early else ""
         taken = self._client.gather(f"the end of the body{left}", self._taken)
-        epochs, says = self._job.epochs, self._client.is_leader and not self._client.gone
+        epochs, group = self._job.epochs, self._client.group
+        says = group.is_leader and not group.gone
         fault = _left_undone(epochs, taken, self._wants.in_place) if says and epochs else None
         if fault is not None:
             to_stderr(fault)
         self._session.close()
-        return self._model.buffers if self._client.is_leader else {}
+        return self._model.buffers if self._client.group.is_leader else {}
 
 
 class _Arrays(dict[str, Any]):
@@ -566,5 +568,5 @@ def work(job: BodyJob, client: Client) -> Returned:
     except StopRequested:
         raise
     except BaseException:
-        client.fail()
+        client.pushes.leave()
         raise

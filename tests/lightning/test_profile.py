@@ -214,7 +214,7 @@ def test_without_a_profile_nothing_stands_around_any_method() -> None:
         def on_train_end(self) -> None:
             strategy: Any = self.trainer.strategy
             session, client = strategy.session, strategy.client
-            watched = [client.push, client.draw, client.line.send, session.replica.collect]
+            watched = [client.push, client.queue.draw, client.line.send, session.replica.collect]
             watched += [session.steps[0]._offer, session.guard.accepts]
             assert not any(hasattr(method, "measured") for method in watched)
             assert isinstance(self.trainer.profiler, PassThroughProfiler)

@@ -124,7 +124,7 @@ def test_a_push_says_how_long_its_worker_has_waited_in_a_round_that_was_called_o
     bells: Any = SimpleNamespace(ring=does, wait=passes)
     line = Slow(99, Released(1), Released(2))
     client = Client(0, 2, line)
-    client.maker = LastWorkerMaker(0, a_round_of(2), bells, borrowed)
+    client.steps.choose(LastWorkerMaker(0, a_round_of(2), bells, borrowed))
     for _ in range(2):  # the server makes the second round
         client.push(GradientPush(0, 4.0))
     assert [push.waited_s for push in line.sent] == pytest.approx([1.5 * PATIENCE_S, 0.0])

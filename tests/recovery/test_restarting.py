@@ -32,7 +32,8 @@ from hybridtrain.engine.recovery.failure_policy import Judge, OnFailure
 from hybridtrain.engine.recovery.roster import Say
 from hybridtrain.engine.server.server import ParameterServer
 from hybridtrain.engine.updates.serialize import dump
-from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.inbox import StopRequested
 from hybridtrain.engine.worlds import process_world
 from hybridtrain.engine.worlds.process_world import ProcessWorld
 from hybridtrain.engine.worlds.signals import Interrupted
@@ -54,19 +55,20 @@ def train(
     """All steps, or from ``version`` on; who stops waits to be told whether to save."""
     client.listeners.on_question(lambda: b"here")
     if version is not None:
-        client.rejoin()
+        client.group.rejoin()
     w = torch.nn.Parameter(torch.zeros(20))
     layout = Layout.of([("w", w)])
-    store = Store(layout, client.n_workers, False, client.map(Share(layout, averages)), averages)
+    arena = client.memory.map(Share(layout, averages))
+    store = Store(layout, client.n_workers, False, arena, averages)
     optimizer = torch.optim.SGD([w], lr=1.0)
     mine = (dump(optimizer, {id(w): 0}),) if client.worker == 0 and version is None else ()
     client.install(Install(mine))
-    client.version = version or 0
+    client.steps.reach(version or 0)
     client.note(Progress(None, b"here"))
     try:
-        while client.version < STEPS:
+        while client.steps.version < STEPS:
             client.check_stop()
-            then(client, client.version)
+            then(client, client.steps.version)
             store.gradient(client.worker, layout.slots[0]).fill_(-1.0)
             if averages:
                 client.average(Average(1.0))

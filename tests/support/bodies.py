@@ -28,7 +28,7 @@ def descend(client: Client, n_steps: int = 3) -> list[float]:
     """Everything a worker does, on f = ½·|w − worker|², with momentum; returns the parameters."""
     w = torch.nn.Parameter(torch.full((20,), 4.0))
     layout = Layout.of([("w", w)])
-    store = Store(layout, client.n_workers, False, client.map(Share(layout)))
+    store = Store(layout, client.n_workers, False, client.memory.map(Share(layout)))
     (slot,) = layout.slots
     if client.worker == 0:
         store.master(slot).copy_(w.detach())

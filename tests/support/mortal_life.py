@@ -67,7 +67,7 @@ class Life:
         line, bells = Line(model, mortal), None if needs.in_place else Line(model, mortal)
         self.client = client = Client(mortal.number, model.plan.workers, line, bells=bells)
         if joins:
-            client.rejoin()
+            client.group.rejoin()
         self.store: Store = client.shared_store(
             model.layout, needs, lambda: [(self.optimizer, (0,))]
         )
@@ -95,29 +95,29 @@ class Life:
 
     def _in_lock_step(self) -> None:
         n = self.plan.workers
-        while self.client.version < self.plan.steps:
-            self._step(self.client.version * n + self.client.worker)
-            self.client.settle()
+        while self.client.steps.version < self.plan.steps:
+            self._step(self.client.steps.version * n + self.client.worker)
+            self.client.pushes.settle()
         self.model.ask("end")
 
     def _freely(self) -> None:
         lap, sizes = LoaderPass(0, 0), (1,) * self.plan.workers
         ask, begins, left = Draw(lap, ((0, self.model.size),), self.model.size, sizes), True, True
         while left:
-            ticket = self.client.draw(Draw(*_fields(ask), begins=begins))
+            ticket = self.client.queue.draw(Draw(*_fields(ask), begins=begins))
             begins = not ticket.spans
             if ticket.spans:
                 self.client.tickets.cover(DrawnBatch(lap, ticket.spans))
                 self._step(ticket.spans[0][0])
             else:
-                self.client.settle()
+                self.client.pushes.settle()
                 left = self.model.ask("end")
 
     def _step(self, sample: int) -> None:
         self.model.ask("suspended")  # it computes
         client, slot = self.client, self.model.layout.slots[0]
-        if client.unsettled is not None:
-            client.settle()
+        if client.steps.unsettled is not None:
+            client.pushes.settle()
         gradient = torch.zeros_like(self.own)
         gradient[sample] = 1.0
         self.own.grad = gradient
@@ -126,13 +126,13 @@ class Life:
             self.store.gradient(client.worker, slot).copy_(gradient)
         push = (StepRequest if own else GradientPush)(0, 1.0, samples=1.0)
         if self.steps is not None and own and (step := self.steps.unasked()) is not None:
-            client.make(step, push, self.steps.heard)
+            client.pushes.make(step, push, self.steps.heard)
         elif self.steps is not None:
             steps = self.steps
-            client.offer(push, lambda released: steps.released(released, 0))
-            client.settle()
+            client.pushes.offer(push, lambda released: steps.released(released, 0))
+            client.pushes.settle()
         else:
-            client.offer(push, lambda released: None)
+            client.pushes.offer(push, lambda released: None)
 
 
 def _fields(ask: Draw) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from hybridtrain.engine.step import in_place
 from hybridtrain.engine.updates.flat import lent_state
 from hybridtrain.engine.updates.flat.flat_update import FlatUpdate
 from hybridtrain.engine.updates.kernels.kernel import Kernel
-from hybridtrain.engine.worker import client
+from hybridtrain.engine.worker import inbox
 from hybridtrain.engine.worker.makers import in_place as counting
 from hybridtrain.util.turn_taking import Asked, FunctionEnded, TurnTaking
 from tests.support.deaths import Died, Words
@@ -306,7 +306,7 @@ def tried(plan: Plan) -> Model:
         clock = SimpleNamespace(
             monotonic=lambda: model.now_s, monotonic_ns=lambda: int(1e9 * model.now_s)
         )
-        for module in (client, counting, shared_round):
+        for module in (inbox, counting, shared_round):
             patch.setattr(module, "time", clock)
         _note_writes(patch, model)
         return model.run()

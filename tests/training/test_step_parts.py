@@ -12,6 +12,7 @@ from hybridtrain.engine.protocol.messages import Gone
 from hybridtrain.engine.samplers import EpochPlan, ShareSampler
 from hybridtrain.engine.step.accumulation import Accumulation
 from hybridtrain.engine.step.guard import NONFINITE, OUT_OF_MEMORY, Guard, NotFinite, OnFault
+from hybridtrain.engine.worker.worker_group import WorkerGroup
 
 NO_NUMBER = torch.tensor(float("nan"))
 
@@ -56,7 +57,7 @@ def test_a_mini_batch_that_is_left_out_counts_with_neither_weight_nor_samples() 
 
 
 def test_a_lost_worker_has_left_what_no_update_up_to_its_last_one_has() -> None:
-    client: Any = SimpleNamespace(worker=0, there=(0, 1), gone=[])
+    client: Any = SimpleNamespace(worker=0, group=WorkerGroup(0, 2))
     plan = EpochPlan(lambda epoch: range(8), 8, (1, 1), drop_last=False)
     sampler = ShareSampler(plan, 0, client)
     assert list(sampler) == [0, 2, 4, 6]

@@ -25,7 +25,8 @@ from hybridtrain.engine.protocol.messages import (
     Stop,
     Ticket,
 )
-from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.inbox import StopRequested
 from hybridtrain.errors import UserError
 
 
@@ -60,11 +61,11 @@ def test_a_push_waits_for_its_release_and_brings_the_version() -> None:
 def test_an_offer_waits_for_the_release_of_the_one_before() -> None:
     speaker, line = client(Released(1), Released(2))
     taken: list[Released] = []
-    speaker.offer(Push(0, 1.0), taken.append)
+    speaker.pushes.offer(Push(0, 1.0), taken.append)
     assert taken == [] and len(line.sent) == 1, "meanwhile the worker goes on"
-    speaker.offer(Push(0, 2.0), taken.append)
+    speaker.pushes.offer(Push(0, 2.0), taken.append)
     assert taken == [Released(1)], "its row was not its own before"
-    speaker.settle()
+    speaker.pushes.settle()
     assert taken == [Released(1), Released(2)]
 
 
@@ -111,14 +112,15 @@ def test_a_gathering_brings_all_items_in_order() -> None:
 @pytest.mark.parametrize("alone", ["one worker", "the last one"])
 def test_a_lone_worker_meets_itself_without_asking(alone: str) -> None:
     speaker, line = client(n_workers=1 if alone == "one worker" else 3)
-    speaker.solo = alone != "one worker"
+    if alone != "one worker":
+        speaker.group.go_alone()
     assert speaker.gather("t", 5) == [5]
     assert line.sent == []
 
 
 def test_the_last_worker_is_not_stopped_again_while_it_tidies_up() -> None:
     speaker, _ = client(Stop(), Stop())
-    speaker.solo = True
+    speaker.group.go_alone()
     speaker.check_stop()
 
 
@@ -165,11 +167,11 @@ def test_the_next_mini_batch_is_asked_for_with_a_push_and_not_again() -> None:
     """One conversation a step; the pass ends with a ticket that came with a release, too."""
     first, second, end = Ticket(((0, 2),)), Ticket(((2, 4),)), Ticket(())
     speaker, line = client(first, Released(1, tickets=(second,)), Released(2, tickets=(end,)))
-    assert speaker.draw(ask_of(begins=True)) == first
+    assert speaker.queue.draw(ask_of(begins=True)) == first
     speaker.push(Push(0, 2.0))
-    assert speaker.draw(ask_of()) == second
+    assert speaker.queue.draw(ask_of()) == second
     speaker.push(Push(0, 2.0))
-    assert speaker.draw(ask_of()) == end
+    assert speaker.queue.draw(ask_of()) == end
     with_next = Push(0, 2.0, draws=(ask_of(),))
     assert line.sent == [ask_of(begins=True), with_next, with_next]
 
@@ -177,14 +179,14 @@ def test_the_next_mini_batch_is_asked_for_with_a_push_and_not_again() -> None:
 def test_no_mini_batch_is_asked_for_ahead_that_will_not_be_drawn() -> None:
     """After the last, smaller mini-batch; twice for one."""
     speaker, line = client(Ticket(((0, 1),)), Released(1), Released(2))
-    speaker.draw(ask_of())
+    speaker.queue.draw(ask_of())
     speaker.push(Push(0, 1.0))
     assert line.sent[-1] == Push(0, 1.0)
 
     speaker, line = client(
         Ticket(((0, 2),)), Released(1, tickets=(Ticket(((2, 4),)),)), Released(2)
     )
-    speaker.draw(ask_of())
+    speaker.queue.draw(ask_of())
     speaker.push(Push(0, 2.0))
     speaker.push(Push(1, 2.0))  # another optimizer, of the same mini-batch
     assert line.sent[-1] == Push(1, 2.0)
@@ -193,9 +195,9 @@ def test_no_mini_batch_is_asked_for_ahead_that_will_not_be_drawn() -> None:
 def test_a_pass_that_begins_anew_forgets_what_came_ahead() -> None:
     ahead, again = Ticket(((2, 4),)), Ticket(((0, 2),))
     speaker, line = client(Ticket(((0, 2),)), Released(1, tickets=(ahead,)), again)
-    speaker.draw(ask_of(begins=True))
+    speaker.queue.draw(ask_of(begins=True))
     speaker.push(Push(0, 2.0))
-    assert speaker.draw(ask_of(begins=True)) == again
+    assert speaker.queue.draw(ask_of(begins=True)) == again
     assert line.sent[-1] == ask_of(begins=True)
 
 
@@ -203,12 +205,12 @@ def test_an_epoch_that_is_left_early_keeps_nothing() -> None:
     """With ``limit_train_batches``, say: neither what came ahead, nor what was to be asked for."""
     ahead = Ticket(((2, 4),))
     speaker, line = client(Ticket(((0, 2),)), Released(1, tickets=(ahead,)), Ticket(((0, 2),)))
-    speaker.draw(ask_of(begins=True))
+    speaker.queue.draw(ask_of(begins=True))
     speaker.push(Push(0, 2.0))
-    speaker.draw(ask_of())  # fetched ahead, and never trained on
+    speaker.queue.draw(ask_of())  # fetched ahead, and never trained on
     line.replies.append(Released(2))
     following = replace(ask_of(begins=True), lap=LoaderPass(0, 1))
-    speaker.draw(following)
+    speaker.queue.draw(following)
     speaker.push(Push(0, 2.0))
     assert line.sent[-1] == Push(0, 2.0, draws=(replace(following, begins=False),))
 
@@ -216,12 +218,12 @@ def test_an_epoch_that_is_left_early_keeps_nothing() -> None:
 def test_each_of_several_passes_has_its_own_next_mini_batch() -> None:
     one, other = Ticket(((0, 2),)), Ticket(((4, 6),))
     speaker, line = client(one, one, Released(1, tickets=(one, other)))
-    speaker.draw(ask_of())
-    speaker.draw(ask_of(number=1))
+    speaker.queue.draw(ask_of())
+    speaker.queue.draw(ask_of(number=1))
     speaker.push(Push(0, 2.0))
     assert line.sent[-1] == Push(0, 2.0, draws=(ask_of(), ask_of(number=1)))
-    assert speaker.draw(ask_of(number=1)) == other
-    assert speaker.draw(ask_of()) == one
+    assert speaker.queue.draw(ask_of(number=1)) == other
+    assert speaker.queue.draw(ask_of()) == one
 
 
 # ---- what nobody waits for yet ------------------------------------------------------------------
@@ -246,18 +248,20 @@ def computing_on(*replies: Reply) -> tuple[Client, Slowly, list[Released], list[
     """A worker that has offered something, and computes on."""
     line, taken, undone = Slowly(*replies), list[Released](), list[str]()
     speaker = Client(0, 2, line)
-    speaker.offer(ExchangePush(0, 1.0, later=True), taken.append, lambda: undone.append("undone"))
+    speaker.pushes.offer(
+        ExchangePush(0, 1.0, later=True), taken.append, lambda: undone.append("undone")
+    )
     return speaker, line, taken, undone
 
 
 def test_at_a_boundary_a_release_for_later_is_not_waited_for_but_taken() -> None:
     speaker, line, taken, undone = computing_on(Released(4))
     speaker.check_stop()
-    assert taken == [] and speaker.offered is not None
+    assert taken == [] and speaker.steps.offered is not None
     line.there = 1
     speaker.check_stop()
-    assert taken == [Released(4)] and speaker.version == 4 and speaker.offered is None
-    speaker.settle()
+    assert taken == [Released(4)] and speaker.steps.version == 4 and speaker.steps.offered is None
+    speaker.pushes.settle()
     assert undone == []
 
 
@@ -265,9 +269,9 @@ def test_mini_batches_are_drawn_while_a_release_is_under_way() -> None:
     ticket = Ticket(((0, 4),))
     speaker, _, taken, _ = computing_on(ticket)
     draw = Draw(LoaderPass(0, 0), ((0, 8),), 8, (4, 4))
-    assert speaker.draw(draw) == ticket and taken == []
+    assert speaker.queue.draw(draw) == ticket and taken == []
     speaker, _, taken, _ = computing_on(Released(1), ticket)
-    assert speaker.draw(draw) == ticket and taken == [Released(1)]
+    assert speaker.queue.draw(draw) == ticket and taken == [Released(1)]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from hybridtrain.engine.protocol.checksums import checksum_of_state
 from hybridtrain.engine.protocol.messages import Described
 from hybridtrain.engine.recording.record_file import RECORD_NAME, Record, Writer
 from hybridtrain.engine.recording.recorder import KINDS
-from hybridtrain.engine.worker.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.util.files import open_input
 from hybridtrain.util.generators import look, put
@@ -247,17 +246,17 @@ def check_replayable(record: Record, strategy: Any, anyway: bool) -> None:
 # ---- data ---------------------------------------------------------------------------------------
 
 
-def data_teller(client: Client, silent: bool) -> Callable[[int, Any], None]:
+def data_teller(note: Callable[[Described], object], silent: bool) -> Callable[[int, Any], None]:
     """A function that sends a description of a training loader's data, once, before any is drawn.
 
-    The record keeps the first description. ``silent``: there is no record.
+    The record keeps the first description. ``note`` sends it; ``silent``: there is no record.
     """
     told: set[int] = set()
 
     def tell(number: int, data: Any) -> None:
         if not silent and number not in told:
             told.add(number)
-            client.note(Described({f"data {number}": data_print(data)}))
+            note(Described({f"data {number}": data_print(data)}))
 
     return tell
 

@@ -61,8 +61,8 @@ class GradientStep(WorkerStep):
         loss = run(closure) if closure is not None else None
         will_count = self._offer(self._gathered.weight)
         waits = not (self._parts.goes_ahead and will_count and is_unwatched(self.optimizer))
-        if waits and self._client.unsettled is not None:
-            self._client.settle()
+        if waits and self._client.steps.unsettled is not None:
+            self._client.pushes.settle()
         return loss
 
     def skip(self) -> None:
@@ -95,7 +95,7 @@ class GradientStep(WorkerStep):
         0 abstains, so that nobody waits in vain.
         """
         self._offer(weight, loss, repeatable)
-        self._client.settle()
+        self._client.pushes.settle()
         assert self._released is not None, "settled"
         return self._released
 
@@ -106,7 +106,7 @@ class GradientStep(WorkerStep):
         whose first step was dropped is done again with all of its steps, so the later ones are
         passed over.
         """
-        if self._gathered.stepped and not self._client.counted:
+        if self._gathered.stepped and not self._client.steps.counted:
             self._end_step()
             return False
         kept: Any = self.optimizer.state  # the user's, perhaps
@@ -120,7 +120,7 @@ class GradientStep(WorkerStep):
         if looks and not self._guard.accepts(self.numbers, row.absent, row.packed, finite):
             weight, row = 0.0, Row(averaged=row.averaged)
             if self._parts.buffers is not None:  # its statistics may be no numbers either
-                self._parts.buffers.put_back(self._client.version)
+                self._parts.buffers.put_back(self._client.steps.version)
         push = self._kind_of_push(own, repeatable)(
             self.number,
             weight,
@@ -149,7 +149,7 @@ class GradientStep(WorkerStep):
         )
 
     def _send(self, push: Push, undo: Any) -> None:
-        self._client.offer(push, self._take, undo)
+        self._client.pushes.offer(push, self._take, undo)
 
     def _take(self, released: Released) -> None:
         """The server has released this worker: parameters, and all that follows them, are new."""
@@ -204,7 +204,7 @@ class GradientStep(WorkerStep):
 
     def _fetch_state(self) -> dict[Any, Any]:
         """The server's, with this worker's parameters as keys and on their devices."""
-        saved = self._client.snapshot(refresh=False)[1][self.number]
+        saved = self._client.snapshots.take(refresh=False)[1][self.number]
         parameters = dict(zip(self.numbers, self.parameters, strict=True))
         states = {
             parameters[number]: moved(state, parameters[number].device)

@@ -91,10 +91,10 @@ class InPlaceOptimizer:
     def unasked(self) -> Callable[[], object] | None:
         """Return a function that steps without asking the server; ``None`` if it must be asked."""
         client, offset = self._client, self._lent.offset
-        knows = self._goes_first and not self._is_old and client.maker.counts
-        if offset is None or not knows or client.must_ask or self.absent():
+        knows = self._goes_first and not self._is_old and client.steps.maker.counts
+        if offset is None or not knows or client.pushes.must_ask or self.absent():
             return None
-        return lambda: self._step(offset + client.maker.total)
+        return lambda: self._step(offset + client.steps.maker.total)
 
     def heard(self, released: Released) -> None:
         """The server knows of steps that were made without asking."""
@@ -149,7 +149,7 @@ class InPlaceOptimizer:
 
     def _borrow(self, number: int) -> None:
         """Map what the server has lent since."""
-        self._lent = lent = self._client.borrow(number)
+        self._lent = lent = self._client.memory.borrow(number)
         self._begun = set(lent.plain)
         self._state.clear()
 
@@ -166,7 +166,7 @@ class InPlaceOptimizer:
 
     def _view(self, place: TensorPlace) -> torch.Tensor:
         if place.arena not in self._arenas:
-            self._arenas[place.arena] = self._client.map(GetState(arena=place.arena))
+            self._arenas[place.arena] = self._client.memory.map(GetState(arena=place.arena))
         return place.view(self._arenas)
 
 
@@ -189,7 +189,7 @@ class PrivateState(InPlaceOptimizer):
 
     def _borrow(self, number: int) -> None:
         """There is nothing but the number of steps."""
-        self._lent = self._client.borrow(number)
+        self._lent = self._client.memory.borrow(number)
 
     def states(self) -> dict[Any, Any]:
         """By parameter."""
@@ -261,7 +261,7 @@ class InPlaceStep(GradientStep):
         if step is None:
             super()._send(push, undo)
         else:
-            super()._take(Released(self._client.make(step, push, self._stepper.heard)))
+            super()._take(Released(self._client.pushes.make(step, push, self._stepper.heard)))
 
     def timed(self) -> list[tuple[Phase, object, str, str]]:
         return [*super().timed(), (Phase.UPDATE, self._stepper, "_step", "own step")]

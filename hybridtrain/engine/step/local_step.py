@@ -60,7 +60,7 @@ class LocalStep(WorkerStep):
         fresh = wants.whole_rounds
         self._local = LocalSteps(optimizer, self.numbers, source, exchange, fresh, *place)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _: parts.client.check_need())
+            parameter.register_post_accumulate_grad_hook(lambda _: parts.client.queue.check_need())
             for parameter in self.parameters
             if wants.backs_up and not parts.manual and parameter.requires_grad
         ]
@@ -89,7 +89,7 @@ class LocalStep(WorkerStep):
         new = self._gathered.pop_samples()  # of a mini-batch that an earlier step had: none
         self._end_step()
         self._used += samples
-        if self._parts.requirements.backs_up and not self._client.claim():
+        if self._parts.requirements.backs_up and not self._client.queue.claim():
             samples = 0.0
         self._surplus += samples - new if samples > 0 else 0.0
         if samples > 0 and self._parts.requirements.evaluates:  # a sum could not tell which it was
@@ -113,8 +113,8 @@ class LocalStep(WorkerStep):
                 self._push(leaving, invites)
                 if leaving.later:
                     return
-            self._client.settle()
-            self.answered = self._client.version
+            self._client.pushes.settle()
+            self.answered = self._client.steps.version
             fetched = isinstance(leaving, Await) or leaving.fetch
             leaving = self._local.take() if fetched else None
 
@@ -139,7 +139,7 @@ class LocalStep(WorkerStep):
             later=offer.later,
             invites=invites,
         )
-        self._client.offer(push, self._take, settles=not offer.only_fetches)
+        self._client.pushes.offer(push, self._take, settles=not offer.only_fetches)
 
     def _counted(self, offer: Offer) -> tuple[float, float]:
         """Return the weight of the offer, and the number of samples this worker has used for it."""

@@ -156,7 +156,7 @@ class WorkerSession:
         return replica, GradientStep
 
     def _leads(self) -> bool:
-        return self._client.is_leader
+        return self._client.group.is_leader
 
     def write_to_masters(self, private_state: bool) -> tuple[Replica, MakeStep]:
         """Workers step the masters themselves."""
@@ -181,7 +181,7 @@ class WorkerSession:
     @torch.no_grad()
     def _publish(self) -> None:
         """The first worker's parameters become the masters."""
-        if not self._client.is_leader or self._client.joins:
+        if not self._client.group.is_leader or self._client.group.joins:
             return
         for parameter, slot in zip(self._parameters, self._store.layout.slots, strict=True):
             self._store.master(slot).copy_(parameter)
@@ -199,7 +199,7 @@ class WorkerSession:
             last: the largest version, if the server enforces one.
         """
         self._publish()  # user code may have loaded weights
-        joins = self._client.joins
+        joins = self._client.group.joins
         if self.buffers is not None and not joins:
             self.buffers.keep(version)
         if self.has_own_parameters:  # those of a search for a learning rate remember its steps
@@ -232,7 +232,7 @@ class WorkerSession:
             else dumped(self._masters_of(optimizer), self._number_of)
             for step, optimizer in zip(steps, self._optimizers, strict=True)
         )
-        mine = payload if self._client.is_leader else ()
+        mine = payload if self._client.group.is_leader else ()
         self._client.install(Install(mine, version, last))
         parts = self._parts()
         self.steps = [self._step_of(n, o, parts) for n, o in enumerate(self._optimizers)]
@@ -322,7 +322,7 @@ class WorkerSession:
 
     def pull(self) -> int:
         """Bring the parameters up to date; their version."""
-        self._client.settle()
+        self._client.pushes.settle()
         version = self._client.pull(self.replica.writes())
         self.replica.refresh()
         return version
@@ -350,7 +350,7 @@ class WorkerSession:
         for step in self.steps:
             step.flush(ends)
         if ends and (writes := self.replica.unsent()):
-            self._client.settle()
+            self._client.pushes.settle()
             self._client.pull(writes)
             self.replica.refresh()
 

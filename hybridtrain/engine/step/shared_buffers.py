@@ -65,20 +65,19 @@ class SharedBuffers:
 
         ``accumulating``: those before the mini-batches under way are to be put back, if any are.
         """
-        if self._client.solo:
+        if self._client.group.solo:
             return
         for (buffers, name), value in zip(self._named, self._first_ones(), strict=True):
             put(buffers, name, value)
         if not accumulating:
-            self.keep(self._client.version)
+            self.keep(self._client.steps.version)
 
     def _first_ones(self) -> list[torch.Tensor | None]:
         """Worker 0's, or where it is lost in this meeting, in another one the next worker's."""
         mine = [buffers[name] for buffers, name in self._named]
         while True:
-            sent = (
-                [None if b is None else b.cpu() for b in mine] if self._client.is_leader else None
-            )
+            leads = self._client.group.is_leader
+            sent = [None if b is None else b.cpu() for b in mine] if leads else None
             found: list[torch.Tensor | None] | None = self._client.gather("buffers", sent)[0]
             if found is not None:
                 return found
@@ -86,14 +85,14 @@ class SharedBuffers:
     @torch.no_grad()
     def publish(self) -> None:
         """Before a push."""
-        self._version = self._client.version
+        self._version = self._client.steps.version
         self.keep(self._version + 1)
 
     @torch.no_grad()
     def keep(self, version: int) -> None:
         """These go with the parameters of that version."""
         turn = (version - 1) % 2
-        if self._client.is_leader:
+        if self._client.group.is_leader:
             self._leave(turn)
             self._tags[turn].fill_(version)
 
@@ -101,7 +100,7 @@ class SharedBuffers:
     def adopt(self) -> None:
         """After the release."""
         turn = self._version % 2
-        if not self._client.is_leader and int(self._tags[turn]) == self._version + 1:
+        if not self._client.group.is_leader and int(self._tags[turn]) == self._version + 1:
             self._take(turn)
 
     @torch.no_grad()

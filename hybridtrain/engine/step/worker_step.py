@@ -126,7 +126,7 @@ class WorkerStep:
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, parts.number_of)
         self.hyper_parameters = HyperParameters(optimizer)
-        self._joins = parts.client.joins  # and has pushed nothing so far
+        self._joins = parts.client.group.joins  # and has pushed nothing so far
         self.count = 0  # steps so far
         self.version = 0  # of the last release
         self._clip: Clip | None = None

@@ -71,7 +71,7 @@ class HostGroup:
 
     def settle(self) -> None:
         """Wait for the answer to a movement that is under way: it lies in the row."""
-        self._client.settle()
+        self._client.pushes.settle()
 
     def sum(self, weight: float) -> float:
         """The sum of the weights of this host's workers."""

@@ -17,7 +17,8 @@ import torch
 from hybridtrain.engine.protocol.events import Completed, Event, Received, Removed
 from hybridtrain.engine.protocol.messages import Reply
 from hybridtrain.engine.server.server import ParameterServer
-from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.inbox import StopRequested
 
 Body = Callable[[Client], Any]
 

@@ -21,7 +21,8 @@ import torch
 
 from hybridtrain.engine.monitoring.hang_detector import Doing, Heartbeat
 from hybridtrain.engine.protocol.messages import Stopped
-from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.inbox import StopRequested
 from hybridtrain.engine.worlds.channel import Channel, ChannelClosed, SharedBells
 from hybridtrain.engine.worlds.cpu_scheduling import yield_when_woken
 from hybridtrain.engine.worlds.inherited import end_pools, own_files, own_finalizers, own_pools
@@ -184,7 +185,7 @@ def run_worker(
 
 def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped | None:
     try:
-        return Finished(body(client), client.is_leader)
+        return Finished(body(client), client.group.is_leader)
     except BaseException as error:  # SystemExit too: the parent must know
         if isinstance(error, StopRequested):
             return Stopped()

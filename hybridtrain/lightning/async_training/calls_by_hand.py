@@ -61,7 +61,8 @@ class CallsByHand:
         self._together = True  # all workers make the current calls
         self._steps: dict[int, Step] = {}  # by the number of the scheduler
         self._due: dict[int, Due] = {}  # of those that Lightning steps with a metric
-        self._seen = client.version  # up to here this worker has looked for updates that are due
+        # Up to here this worker has looked for updates that are due.
+        self._seen = client.steps.version
         alone = client.n_workers == 1 or own
         for number, config in enumerate(() if alone else trainer.lr_scheduler_configs):
             by_step = config.reduce_on_plateau and config.interval == "step"
@@ -88,7 +89,7 @@ class CallsByHand:
 
     def pass_over(self) -> None:
         """Leave the calls for updates up to now to other workers."""
-        self._seen = self._client.version
+        self._seen = self._client.steps.version
 
     def call_for_logged(self, count_batches: Callable[[], float]) -> None:
         """Find the updates, since this worker's last mini-batch, for which it may call.
@@ -101,8 +102,8 @@ class CallsByHand:
         if not self._due:
             return
         batches = count_batches()
-        self._client.settle()
-        before, now = self._seen, self._client.version
+        self._client.pushes.settle()
+        before, now = self._seen, self._client.steps.version
         for due in self._due.values():
             due.updates = updates_due(self._trainer, int(due), before, now, batches)
         self.pass_over()
@@ -118,15 +119,15 @@ class CallsByHand:
         step, sent = self._steps[number], apply_to_collection((args, options), Tensor, Tensor.item)
         if number in self._due:
             updates, self._due[number].updates = self._due[number].updates, ()
-            self._client.call((number, *sent, updates))
+            self._client.schedule_calls.add((number, *sent, updates))
             self._client.stats()  # its answer comes after the call, if the server lets that through
             return None
         if self._together or self._expected.asked_for_end:
             return step(*args, **options)
-        self._client.settle()
-        if not self._client.counted:  # another worker repeats the mini-batch and its call
+        self._client.pushes.settle()
+        if not self._client.steps.counted:  # another worker repeats the mini-batch and its call
             return None
-        self._client.call((number, *sent, ()))
+        self._client.schedule_calls.add((number, *sent, ()))
         return step(*args, **options)
 
     def _take(self, calls: Sequence[ScheduleCall]) -> None:

@@ -87,7 +87,7 @@ class UpdateCount:
         self._expected, self._absence = expected, absence
         client, wants = worker.client, worker.requirements
         self.by_hand = CallsByHand(trainer, client, expected, wants.schedules_own_steps)
-        self._trainer, self._client, self._before = trainer, client, client.version
+        self._trainer, self._client, self._before = trainer, client, client.steps.version
         around(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.update)
         before(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.call_for_logged)
         self._automatic = trainer.lightning_module.automatic_optimization
@@ -95,12 +95,12 @@ class UpdateCount:
         self._steps = scheduled_steps(trainer)
         # With manual optimization Lightning counts mini-batches, of any number of steps.
         self._numbers_rows = self._automatic or client.n_workers > 1
-        self._made, self._counted = client.version, True  # the last step; by Lightning, too
+        self._made, self._counted = client.steps.version, True  # the last step; by Lightning, too
         self._every = LogEvery(trainer.log_every_n_steps)
         self._every.trainer = trainer
         if self._numbers_rows and trainer.loggers:
             trainer.log_every_n_steps = self._every
-        self._every.pass_over(client.version)
+        self._every.pass_over(client.steps.version)
 
     def reach(self, version: int) -> None:
         """Count up to ``version``, which is that of this worker's parameters."""
@@ -131,10 +131,10 @@ class UpdateCount:
         """Step schedulers by the updates of all workers, in place of Lightning."""
         if interval == "step" and not update_plateau_schedulers:  # after a mini-batch
             if not (accumulates(self._trainer) or self._skips_rest()):
-                if self._client.unsettled is not None and self._must_be_exact():
-                    self._client.settle()
+                if self._client.steps.unsettled is not None and self._must_be_exact():
+                    self._client.pushes.settle()
                 self._step_own(proceed) if self._own else self._catch_up()
-                self._made, self._counted = self._client.expected_version, False
+                self._made, self._counted = self._client.steps.expected_version, False
                 self._every.stepped = True
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
@@ -157,7 +157,7 @@ class UpdateCount:
 
     def _must_be_exact(self) -> bool:
         """Whether a logger or scheduler needs the update's number before the release brings it."""
-        now, schedules = self._client.expected_version, self._trainer.lr_scheduler_configs
+        now, schedules = self._client.steps.expected_version, self._trainer.lr_scheduler_configs
         logs = self._trainer.loggers and multiples(int(self._every), self._every.before, now) > 0
         follow = any(config.interval == "step" for config in schedules) and not self._own
         return bool(logs) or follow
@@ -171,7 +171,7 @@ class UpdateCount:
 
     def _catch_up(self) -> None:
         if self._automatic and not self._own:
-            now, limit = self._client.expected_version, self._expected.limit
+            now, limit = self._client.steps.expected_version, self._expected.limit
             to = now if limit is None else min(now, limit)
             if self._trainer.lr_scheduler_configs:
                 step_schedulers(self._trainer, self._before, to, self._batches())
@@ -190,5 +190,5 @@ class UpdateCount:
 
     def _number_rows(self, least: int = 0) -> None:
         if self._numbers_rows:
-            step = self._client.expected_version - (not self._counted)
+            step = self._client.steps.expected_version - (not self._counted)
             set_logged_step(self._trainer, max(step, least))

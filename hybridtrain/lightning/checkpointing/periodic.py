@@ -112,7 +112,7 @@ class PeriodicCheckpoint(Checkpoint):
         worker = worker_of(trainer)
         if worker is not None and worker.recording is not None:
             self._saved += 1
-            worker.client.settle()  # in the record the note follows the step
+            worker.client.pushes.settle()  # in the record the note follows the step
             worker.client.note(
                 Described({f"{self.state_key} {self._saved}": {"batch": self._batches}})
             )

@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import Sampler
 
-from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.worker_group import WorkerGroup
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.user_loaders import sampler_in
 from hybridtrain.lightning.hooks.loop_hooks import combined_loader, limited_batches, predictions
@@ -64,12 +64,12 @@ class Dealt(SharedSampler):
 
     Args:
         batches: all mini-batches, or all items where items are mini-batches.
-        client: of this worker.
+        group: knows this worker's number.
         limit: ``Trainer(limit_predict_batches=…)``, of all workers together.
     """
 
-    def __init__(self, batches: Any, client: Client, limit: int | float) -> None:
-        self._batches, self._client, self._limit = batches, client, limit
+    def __init__(self, batches: Any, group: WorkerGroup, limit: int | float) -> None:
+        self._batches, self._group, self._limit = batches, group, limit
 
     def _total(self) -> int | None:
         length = sized_len(self._batches)
@@ -81,11 +81,11 @@ class Dealt(SharedSampler):
         total = self._total()
         if sized_len(self._batches) is None or total is None:
             raise TypeError("the batch sampler has no length")
-        return len(range(self._client.worker, total, self._client.n_workers))
+        return len(range(self._group.worker, total, self._group.n_workers))
 
     def __iter__(self) -> Iterator[Any]:
-        client, self.asked = self._client, True
-        return islice(iter(self._batches), client.worker, self._total(), client.n_workers)
+        group, self.asked = self._group, True
+        return islice(iter(self._batches), group.worker, self._total(), group.n_workers)
 
 
 # ---- results of trainer.predict: all workers' outputs in one device's order ---------------------

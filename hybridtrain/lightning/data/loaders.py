@@ -110,7 +110,7 @@ class Loaders:
         self._trainer: Any = trainer
         self._client, self._requirements = worker.client, worker.requirements
         self._joins, self._options = worker.on_failure.joins, options
-        self._tell = data_teller(worker.client, worker.recording is None)
+        self._tell = data_teller(worker.client.note, worker.recording is None)
         self.samplers: list[EpochSampler] = []
         self._remembers = False
         self._made_in_epoch: int | None = None
@@ -128,7 +128,7 @@ class Loaders:
         self._rng_state = RngState(worker.client)
         self._ends = EpochEnds(trainer, self.position, worker.device)
         self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
-        self.begin_evaluation(worker.client.there)
+        self.begin_evaluation(worker.client.group.there)
         # Mini-batches before the current validation, of one that is under way.
         self._before_validation: Callable[[], int | None] = lambda: None
         self._moved = False  # Lightning's iterator has an outdated length
@@ -156,7 +156,7 @@ class Loaders:
         self._predict_limit = self._trainer.limit_predict_batches
 
     def _dealt(self, batches: Any) -> Dealt:
-        return Dealt(batches, self._client, self._predict_limit)
+        return Dealt(batches, self._client.group, self._predict_limit)
 
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         """The user's loader; a copy with this worker's samples and batch size where it has one."""
@@ -366,11 +366,11 @@ class Loaders:
         samples in it were lost, and this worker only counts its mini-batches.
         """
         self._rng_state.commit()
-        if not self._client.counted:  # it was dropped
+        if not self._client.steps.counted:  # it was dropped
             for sampler in self.samplers:
                 sampler.drop()
             return
-        version = self._client.expected_version
+        version = self._client.steps.expected_version
         for sampler in self.samplers:
             sampler.commit(version if self._remembers and made else None, self._has_unsent)
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -396,7 +396,7 @@ class Loaders:
         lack, are left to do.
         """
         for sampler in self.samplers:
-            sampler.take_back(self._client.version)
+            sampler.take_back(self._client.steps.version)
         self._rng_state.take_back()
         self._committed, self._has_unsent = self._former, self._before is not None
 
@@ -413,7 +413,7 @@ class Loaders:
         loops, batches = checkpoint["loops"]["fit_loop"], 0
         count_from_zero(checkpoint)
         # Of the shared queue, now: the last checkpoint's rest is outdated.
-        unseen = {} if self._requirements.whole_rounds or for_now else self._client.unseen
+        unseen = {} if self._requirements.whole_rounds or for_now else self._client.snapshots.unseen
         closing = self.position.is_closing
         over = closing and any(sampler.has_begun(epoch - 1) for sampler in self.samplers)
         if over:
@@ -457,7 +457,7 @@ class Loaders:
             ended = ours["loaders"] and (ended or ours["batches"] >= limit)
             met = self.position.state is EpochState.OVER
             return ended and not met and ours["together"] < limit * self._client.n_workers
-        left = any(sampler.left_by(self._client.gone) for sampler in self.samplers)
+        left = any(sampler.left_by(self._client.group.gone) for sampler in self.samplers)
         any_left = any(loader["spans"] for loader in ours["loaders"])
         return ended and any_left and (left or not self._requirements.whole_rounds)
 
@@ -492,7 +492,7 @@ class Loaders:
                 self._deal(checkpoint, self._limit)
             self.position.resume(read(checkpoint))
             self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))
-            if not self._client.joins:  # a restarted worker has the RNG states of another
+            if not self._client.group.joins:  # a restarted worker has the RNG states of another
                 self._rng_state.keep(checkpoint.get(KEY, {}))
         if self.position.resumed is not None:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -562,12 +562,12 @@ class Loaders:
 
         They are started in its first step, as restarted workers are: the others wait for them.
         """
-        if not (self._joins and self._requirements.whole_rounds) or self._client.joins:
+        if not (self._joins and self._requirements.whole_rounds) or self._client.group.joins:
             return
         self._client.gather("who begins", None, admits=True)
         for sampler in self.samplers:
-            if sampler.crew != self._client.there:
-                sampler.shares_with(self._client.there)
+            if sampler.crew != self._client.group.there:
+                sampler.shares_with(self._client.group.there)
                 self.position.change_lengths()
 
 

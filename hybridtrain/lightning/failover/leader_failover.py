@@ -11,7 +11,8 @@ import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import ProgressBar
 
-from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.surroundings import Listeners
+from hybridtrain.engine.worker.worker_group import WorkerGroup
 from hybridtrain.lightning.async_training.counting import LogEvery
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.states.logger_state import identity, keep_rows
@@ -31,19 +32,20 @@ class LeaderFailover:
 
     Args:
         trainer: of this worker.
-        client: has the lost workers.
+        group: knows the lost workers.
+        listeners: of this worker.
     """
 
-    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
+    def __init__(self, trainer: pl.Trainer, group: WorkerGroup, listeners: Listeners) -> None:
         self._trainer: Any = trainer
-        self._client, self._leads = client, client.worker == 0
-        client.listeners.on_change(self._look)
+        self._group, self._leads = group, group.worker == 0
+        listeners.on_change(self._look)
         self._look()  # a new process may begin with the lowest number
 
     def _look(self) -> None:
-        before, self._leads = self._leads, self._client.is_leader
+        before, self._leads = self._leads, self._group.is_leader
         if before != self._leads:
-            rank = 0 if self._leads else self._client.worker
+            rank = 0 if self._leads else self._group.worker
             rank_zero_only.rank = rank  # type: ignore[attr-defined]
             self._take_over() if self._leads else self._step_down()
 
@@ -52,7 +54,7 @@ class LeaderFailover:
         for logger in trainer.loggers:
             keep_rows(logger)
         if isinstance(trainer.log_every_n_steps, LogEvery):
-            trainer.log_every_n_steps.pass_over(self._client.lost_at)
+            trainer.log_every_n_steps.pass_over(self._group.lost_at)
         for callback in trainer.callbacks:
             if isinstance(callback, ProgressBar):
                 callback.enable()

@@ -59,7 +59,7 @@ def prepare_for_losses(
         return None
     if back is None:
         know_the_loggers(session.trainer, worker.collectives)
-    LeaderFailover(session.trainer, worker.client)
+    LeaderFailover(session.trainer, worker.client.group, worker.client.listeners)
     continues = choice == "continue"
     loaders.remember(continues and whole_rounds)
     state = RejoinState(worker, session, loaders, pages, reporting, back)
@@ -120,8 +120,8 @@ class LostSampleRedistribution:
             return
         client, samplers = self._client, self._loaders.samplers
         client.gather("who is there", None)
-        left = [sampler.left_by(client.gone) for sampler in samplers]
-        if client.left or any(left):
+        left = [sampler.left_by(client.group.gone) for sampler in samplers]
+        if client.group.left or any(left):
             if all(client.gather("whether to make it up", self._can)):
                 self._go_on(left)
                 return
@@ -130,10 +130,10 @@ class LostSampleRedistribution:
             return
         if self._trainer.current_epoch + 1 == self._trainer.max_epochs:
             self._keep()
-        if client.gone:
+        if client.group.gone:
             self._position.change_lengths()
             for sampler in samplers:
-                sampler.shares_with(client.there)
+                sampler.shares_with(client.group.there)
 
     @property
     def _can(self) -> bool:
@@ -156,7 +156,7 @@ class LostSampleRedistribution:
         laps, batches = zip(*[sampler.place for sampler in self._loaders.samplers], strict=True)
         spans, place = left[laps.index(min(laps))], (min(laps), max(batches))
         for sampler in self._loaders.samplers:
-            sampler.go_on(self._client.there, spans, place)
+            sampler.go_on(self._client.group.there, spans, place)
         self._position.change_lengths()
         self._position.on(EpochEvent.IS_CONTINUED)
         loop.batch_progress.is_last_batch = False
@@ -165,7 +165,7 @@ class LostSampleRedistribution:
         fetcher.fetched += loop.batch_progress.current.ready
 
     def _complain(self, left: list[Spans]) -> None:
-        if self._is_at_end and self._client.is_leader:
+        if self._is_at_end and self._client.group.is_leader:
             n_left = sum(map(total, left))
             some = f"{n_left} samples" if n_left else "some samples"
             rank_zero_warn(

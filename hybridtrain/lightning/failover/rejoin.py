@@ -113,7 +113,7 @@ class RejoinState:
             before(Point.FETCH, trainer.fit_loop.epoch_loop, self.fetch)
             self._client.listeners.on_question(self.tell)
         if pages is not None:
-            before(Point.OFFER, self._client, self.push)
+            before(Point.OFFER, self._client.pushes, self.push)
             before(Point.EVALUATION, trainer.fit_loop.epoch_loop.val_loop, self.count_break)
             before(Point.EPOCH_END, trainer.fit_loop, self.count_break)
 
@@ -127,16 +127,16 @@ class RejoinState:
         if self._back is not None:
             self._back.begin(client.worker, self._pages)
             self._back = None
-        if self._begun != client.version:
-            self._begun, self._generators = client.version, look()
+        if self._begun != client.steps.version:
+            self._begun, self._generators = client.steps.version, look()
             if self._pages is not None:
-                self._pages.begin(client.worker, client.version, self._generators)
+                self._pages.begin(client.worker, client.steps.version, self._generators)
         self._send_once_an_epoch()
 
     def _send_once_an_epoch(self) -> None:
         """In case all workers are lost at once."""
         epoch = self._trainer.current_epoch
-        if epoch == self._kept_in or not self._client.is_leader:
+        if epoch == self._kept_in or not self._client.group.is_leader:
             return
         if not self._whole_rounds or all(s.has_begun(epoch) for s in self._loaders.samplers):
             self._kept_in = epoch
@@ -156,7 +156,7 @@ class RejoinState:
 
     def keep(self) -> None:
         """After the last update: if all workers are lost now, one new process can finish."""
-        if self._client.is_leader:
+        if self._client.group.is_leader:
             self._client.note(Progress(None, self.tell()))
 
     def push(self) -> None:
@@ -167,7 +167,7 @@ class RejoinState:
         """
         self._send_once_an_epoch()
         assert self._pages is not None, "it listens only with pages"
-        self._pages.push(self._client.worker, self._client.version, self._breaks, look())
+        self._pages.push(self._client.worker, self._client.steps.version, self._breaks, look())
 
     def tell(self) -> bytes:
         """A checkpoint of the last whole step, from a worker in the middle of the next."""
@@ -261,7 +261,7 @@ class Rejoin:
             self._ends_epoch = advance(self._checkpoint, steps, self._ours["accumulated"])
             if steps > 0:  # later updates have them
                 self._ours["written"] = {}
-        client.rejoin()
+        client.group.rejoin()
         before(Point.FIT, trainer.fit_loop, self.agree)
 
     def prepare(self) -> None:

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.engine.memory.scratch_file import as_bytes, read
 from hybridtrain.engine.protocol.messages import Saved, Stopped
-from hybridtrain.engine.worker.client import StopRequested
+from hybridtrain.engine.worker.inbox import StopRequested
 from hybridtrain.engine.worlds.channel import ChannelClosed
 from hybridtrain.engine.worlds.worker_exit import Failed
 from hybridtrain.errors import UserError
@@ -65,7 +65,7 @@ class WorkerEnd:
         """The worker is asked to stop."""
         client = self.worker.client
         client.note(Stopped(left=self._left_behind()))
-        client.go_alone()
+        client.group.go_alone()
         self._take_turn_saving()
         end_worker(self.trainer, stop)
 
@@ -78,17 +78,17 @@ class WorkerEnd:
         advise(error)
         client.heartbeat.fail()
         try:
-            client.fail()
+            client.pushes.leave()
             where, left = client.heartbeat.failed_in, self._left_behind()
             client.line.send(Failed.of(error, where, waits=True, left=left))
             with suppress(StopRequested, UserError):  # a step that is under way may be broken off
-                client.settle()
-            client.go_alone()
+                client.pushes.settle()
+            client.group.go_alone()
             whole_rounds = self.worker.requirements.whole_rounds
-            counted = self.trainer.global_step == client.version or not whole_rounds
+            counted = self.trainer.global_step == client.steps.version or not whole_rounds
             self._take_turn_saving(able=counted)
         except ChannelClosed:
-            client.go_alone()  # the parent has ended
+            client.group.go_alone()  # the parent has ended
         end_worker(self.trainer, error)
 
     def _left_behind(self) -> bytes:
@@ -102,7 +102,7 @@ class WorkerEnd:
 
         Not ``able``: Lightning has not counted the last update yet.
         """
-        if (left := self.worker.client.await_permission()) is not None:
+        if (left := self.worker.client.inbox.await_permission()) is not None:
             known = {worker: read("", each) for worker, each in left.items() if each}
             self.loaders.restore_rng_states(known)
             self.worker.client.note(Saved(able and self._save()))

@@ -276,7 +276,7 @@ class Injection(pl.Callback):
         gathered.step = counting
 
     def _wrap_exchange(self) -> None:
-        offer, make = self._client.offer, self._client.make
+        offer, make = self._client.pushes.offer, self._client.pushes.make
 
         def offering(
             push: Push, then: Taking, undo: Undoing | None = None, settles: bool = True
@@ -298,8 +298,8 @@ class Injection(pl.Callback):
             self._count()
             return version
 
-        self._client.offer = offering  # type: ignore[method-assign]
-        self._client.make = making  # type: ignore[method-assign]
+        self._client.pushes.offer = offering  # type: ignore[method-assign]
+        self._client.pushes.make = making  # type: ignore[method-assign]
 
     def _advance(self) -> None:
         """The step has been made."""

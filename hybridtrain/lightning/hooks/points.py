@@ -95,7 +95,7 @@ class Point(Enum):
     BACKWARD = "backward", "Session.backward_and_average ForeignSteps.backward"
     # session
     AVERAGE = "average", "Absence.gradients_are_there"
-    # client
+    # pushes of a worker
     OFFER = "offer", "RejoinState.push"
     # strategy
     TEARDOWN = "teardown", "Injection.tear_down"

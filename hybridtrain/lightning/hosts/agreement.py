@@ -172,7 +172,7 @@ def share_buffers(module: nn.Module, client: Client, whole: bool) -> None:
         if whole or not lies_apart(each.buffer)
     ]
     if mine:
-        theirs = [buffer.cpu() for _, buffer in mine] if client.is_leader else []
+        theirs = [buffer.cpu() for _, buffer in mine] if client.group.is_leader else []
         for (each, _), value in zip(mine, client.gather("buffers", theirs)[0], strict=True):
             put(each.buffers, each.name, value)
 
@@ -189,13 +189,13 @@ def checkpoint_of_host_0(client: Client, path: str | Path, n_hosts: int) -> Iter
     first = client.worker // per_host * per_host  # of this host, reads the file for all there
     mine = _size_and_digest(Path(path)) if client.worker == first else None
     items = client.gather("the checkpoint", mine)
-    found = dict(zip(client.met, items, strict=True))
+    found = dict(zip(client.group.met, items, strict=True))
     theirs = found.get(0)
     n_bytes, _ = theirs or (0, "")  # of a URL nothing is known, and each worker loads it
     differs = any(found.get(n) != theirs for n in range(0, client.n_workers, per_host))
     with tempfile.TemporaryFile() as copy:
         for start in range(0, n_bytes, _PART_BYTES):
-            part = _part(path, start) if differs and client.is_leader else b""
+            part = _part(path, start) if differs and client.group.is_leader else b""
             copy.write(client.gather(f"the checkpoint from byte {start} on", part)[0])
         copy.seek(0)
         yield None if found.get(first) == theirs else f"/dev/fd/{copy.fileno()}"

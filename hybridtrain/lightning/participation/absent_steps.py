@@ -43,7 +43,7 @@ from torchmetrics import Metric
 
 from hybridtrain.engine.monitoring.hang_detector import Doing
 from hybridtrain.engine.step.shared_buffers import KeptBuffer, kept
-from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.steps import Steps
 from hybridtrain.lightning.hooks.loop_hooks import (
     accumulates,
     forget_batch,
@@ -131,7 +131,7 @@ class Absence:
         # With a limit of steps, contributions may arrive after the last.
         bounded = not self._whole_rounds and self._loop.max_steps != -1
         if self._requirements.drops_late or self._requirements.backs_up or bounded:
-            self.uncounted = Uncounted(self._trainer, self._client)
+            self.uncounted = Uncounted(self._trainer, self._client.steps)
 
     def begin_epoch(self) -> None:
         """An epoch begins, or is resumed."""
@@ -227,7 +227,7 @@ class Absence:
             self._miss()
         if self._asks:
             self._anybody_has_some(True)
-        if self.uncounted is not None and not self._client.counted:
+        if self.uncounted is not None and not self._client.steps.counted:
             raise DoesNotCount
         self._look_who_waits()
         self.gradients_are_there()
@@ -289,7 +289,7 @@ class Absence:
         progress.is_last_batch = training_fetcher(self._trainer).done
         progress.increment_ready()
         progress.increment_started()
-        together, version = self._loaders.pass_over(), self._client.expected_version
+        together, version = self._loaders.pass_over(), self._client.steps.expected_version
         with temporarily(self, _sits_out=True):
             self._client.gather(_READY, None, patient=True)
             if self._takes_part:
@@ -299,7 +299,7 @@ class Absence:
             steps, ended = self._await_step(self._session, together) or (None, False)
             take_steps(loop, steps)
             self._catch_up(self._session)
-            made = self._session.has_own_parameters or self._client.version > version
+            made = self._session.has_own_parameters or self._client.steps.version > version
             self._loaders.commit(self._session.has_unsent, made)
             progress.increment_processed()
         self._schedule(made or ended)  # as Lightning does where a hook ends the epoch
@@ -328,7 +328,7 @@ class Absence:
         while True:
             known = self._client.gather(_MADE, None, patient=True)
             steps = next((each for each in known if each is not None), None)
-            if steps is not None or not (self._client.away and self._is_automatic):
+            if steps is not None or not (self._client.group.away and self._is_automatic):
                 return steps
             self._step_without_samples(session, together)  # lost workers repeat the step
 
@@ -350,7 +350,7 @@ class Absence:
         assert self._session is not None, "training has begun"
         if self._requirements.means_gradients or self._session.scales:
             return True
-        return (self._session.has_gathered or self._client.joins) and self._is_automatic
+        return (self._session.has_gathered or self._client.group.joins) and self._is_automatic
 
     def _add_nothing(self) -> None:
         """In place of the closure."""
@@ -454,12 +454,12 @@ class Uncounted:
 
     Args:
         trainer: of this worker.
-        client: counts pushes.
+        steps: count pushes.
     """
 
-    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
+    def __init__(self, trainer: pl.Trainer, steps: Steps) -> None:
         self._trainer: Any = trainer
-        self._client = client
+        self._steps = steps
         self._batches = trainer.fit_loop.epoch_loop.batch_progress
         self._counts: list[dict[str, int]] = []  # of mini-batches, in all and in this epoch
         self._fetched = 0
@@ -470,7 +470,7 @@ class Uncounted:
     @torch.no_grad()
     def keep(self) -> None:
         """Save, before a mini-batch."""
-        self._client.count_pushes()
+        self._steps.count_pushes()
         self._counts = [vars(each).copy() for each in (self._batches.total, self._batches.current)]
         self._fetched = training_fetcher(self._trainer).fetched
         module = self._trainer.lightning_module
@@ -483,7 +483,7 @@ class Uncounted:
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore."""
-        self._client.count_pushes()
+        self._steps.count_pushes()
         for each, counts in zip(
             (self._batches.total, self._batches.current), self._counts, strict=True
         ):

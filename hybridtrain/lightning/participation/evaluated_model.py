@@ -33,14 +33,14 @@ class EvaluatedModel:
         client, own = self._client, kept(self._trainer.lightning_module)
         found = (averages_of(each) for each in self._trainer.callbacks)
         averages = [each.state_dict() for each in found if each is not None]
-        if not (own or averages) or client.solo or client.n_workers == 1:
+        if not (own or averages) or client.group.solo or client.n_workers == 1:
             return
         sent: Any = None
-        if client.is_leader:
+        if client.group.is_leader:
             values = {path: each.value for path, each in own.items()}
             sent = [_on_host(each) for each in (values, *averages)]
         known = client.gather("what all validate with", sent)[0]
-        if client.is_leader or known is None:
+        if client.group.is_leader or known is None:
             return
         self._theirs, *others = known
         for average, other in zip(averages, others, strict=True):

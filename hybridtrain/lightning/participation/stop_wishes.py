@@ -44,7 +44,7 @@ class Stopping:
             OthersStop: if training ends here.
         """
         self._told &= self._trainer.should_stop  # or another training has begun
-        if self._behind is None or self._client.solo or self._version < self._behind:
+        if self._behind is None or self._client.group.solo or self._version < self._behind:
             return
         if may_stop_early(self._trainer):
             self._trainer.should_stop = self._told = True
@@ -53,7 +53,7 @@ class Stopping:
     @property
     def _behind(self) -> int | None:
         """The version behind which all stop, once a worker has asked for it."""
-        return None if self._client.stop is None else self._client.stop.behind
+        return None if self._client.inbox.stop is None else self._client.inbox.stop.behind
 
     @property
     def _version(self) -> int:
@@ -61,7 +61,7 @@ class Stopping:
         session = self._session
         steps = () if session is None or not self._whole_rounds else session.steps
         taken = [step.answered for step in steps if step.answered is not None]
-        return min([self._client.version, *taken])
+        return min([self._client.steps.version, *taken])
 
     def end_batch(self) -> None:
         """After a mini-batch, before Lightning reads ``should_stop``."""
@@ -74,7 +74,7 @@ class Stopping:
             trainer.should_stop = False  # a second wish would move the end of this worker alone
             return
         client.gather("a wish to stop", None, wish=True)
-        all_wish = set(client.met) >= set(client.there)
+        all_wish = set(client.group.met) >= set(client.group.there)
         self._told = all_wish or not self._whole_rounds
         if not self._told:
             trainer.should_stop = False  # until all workers stop at the same step

@@ -135,16 +135,17 @@ class UnevenEvaluation:
 
     def _sharing(self) -> tuple[int, ...]:
         """The workers that share the samples; all agree on them if workers may be lost."""
-        client = self._client
-        alone = not client.has_stepped and client.away >= {*client.there} - {client.worker}
+        client, group = self._client, self._client.group
+        others = {*group.there} - {group.worker}
+        alone = not client.steps.has_stepped and group.away >= others
         if alone and self._runs:
             return (client.worker,)  # the others are not restarted before it has stepped
-        if client.solo or not self._on_failure.changes:
-            return client.there
+        if group.solo or not self._on_failure.changes:
+            return group.there
         known = client.gather("who evaluates", self._shared)
-        if any(shared != client.met for shared in known):  # one may have come since
+        if any(shared != group.met for shared in known):  # one may have come since
             self._shared = ()
-        return client.met
+        return group.met
 
     def run(self, proceed: Callable[[], Any]) -> Any:
         """Lightning's, but all workers leave it together."""

@@ -96,13 +96,13 @@ class SavedStates:
         """
         client = self._client
         own = [step.own_state() for step in steps]
-        self._gathered = [{} for _ in own] if client.is_leader else []
+        self._gathered = [{} for _ in own] if client.group.is_leader else []
         numbers_of: dict[int, Any] = {}
         scratch = Scratch(client.apart)
         try:
-            left = b"" if client.is_leader else fill(scratch.path, (own, numbers))
+            left = b"" if client.group.is_leader else fill(scratch.path, (own, numbers))
             sent = client.gather("inner states", (client.worker, scratch.path, left), invites=True)
-            for worker, path, rest in sent if client.is_leader else ():
+            for worker, path, rest in sent if client.group.is_leader else ():
                 mine = worker == client.worker
                 found, numbers_of[worker] = (own, numbers) if mine else read(path, rest)
                 for states, state in zip(self._gathered, found, strict=True):

@@ -214,13 +214,13 @@ class Session(WorkerSession):
         ``reach`` brings schedules, and so the learning rates, to it. ``between``: workers run
         freely now.
         """
-        self._client.settle()
+        self._client.pushes.settle()
         if between:
             self.replica.hold_masters()
         changed = bool(self.replica.writes()) or (self._has_met and bool(self.replica.changed()))
-        version, saved = self._client.snapshot(refresh=not changed)
+        version, saved = self._client.snapshots.take(refresh=not changed)
         if changed:
-            self._client.reach(version)
+            self._client.steps.reach(version)
         else:
             self.replica.refresh(keep=between)
         reach(version)
@@ -239,7 +239,7 @@ class Session(WorkerSession):
 
     def meet(self) -> int:
         """All workers meet, at the same parameters; their version."""
-        self._client.settle()
+        self._client.pushes.settle()
         written = self._is_written
         version = self._client.pull(self.replica.writes())
         self._see_masters(written)
@@ -277,8 +277,8 @@ class Session(WorkerSession):
             step.admit()
         if not self.replica.written(alike):  # before a release is awaited
             return None
-        self._client.settle()
-        again = alike and self._client.joins
+        self._client.pushes.settle()
+        again = alike and self._client.group.joins
         version = None if again else self._client.pull(self.replica.written(alike), alike)
         self.replica.refresh()
         return version
@@ -342,7 +342,7 @@ class Session(WorkerSession):
         if step.count == count:
             step.skip()  # the precision plugin did
         if not self._requirements.whole_rounds:
-            set_global_step(self.trainer, step.version - (self._client.unsettled is None))
+            set_global_step(self.trainer, step.version - (self._client.steps.unsettled is None))
         return output
 
     def count_written(self) -> None:
@@ -385,7 +385,7 @@ class Session(WorkerSession):
         if looks and not self.guard.accepts(tuple(trained), absent, packed, finite):
             self._gathered.clear()
             if self.buffers is not None:
-                self.buffers.put_back(self._client.version)
+                self.buffers.put_back(self._client.steps.version)
         if (encoded := self.replica.encoded) is None:
             for number in absent:
                 self._store.gradient(worker, slots[number]).zero_()
@@ -461,7 +461,7 @@ class Session(WorkerSession):
         automatic = self._module.automatic_optimization
         try:
             if self._requirements.backs_up:
-                self._client.check_need()
+                self._client.queue.check_need()
             with self._foreign.user_code:
                 output = step()
             self.average_own()  # what a later mini-batch will step

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.steps import Steps
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
 from hybridtrain.lightning.hooks.points import Point, before
@@ -25,13 +25,13 @@ class StepRollback:
 
     Args:
         session: of this worker; has the buffers.
-        client: knows whether a release is under way, and hears that it will not come.
+        steps: know whether a release is pending, and undo what depends on it.
         loaders: know which mini-batches the last step was made with.
     """
 
-    def __init__(self, session: Session, client: Client, loaders: Loaders) -> None:
+    def __init__(self, session: Session, steps: Steps, loaders: Loaders) -> None:
         trainer: Any = session.trainer
-        self._trainer, self._client = trainer, client
+        self._trainer, self._steps = trainer, steps
         self._loaders, self._session = loaders, session
         self._schedules_kept = False  # since the step was made
         before(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.keep_schedules)
@@ -40,7 +40,7 @@ class StepRollback:
         """A step has been made, and Lightning will count it now."""
         self._loaders.commit(self._session.has_unsent)
         self._schedules_kept = False
-        if (offered := self._client.unsettled) is not None:
+        if (offered := self._steps.unsettled) is not None:
             loop = self._trainer.fit_loop.epoch_loop
             counts = [counts.copy() for counts in _counts(self._trainer)]
             step, is_last = logged_step(self._trainer), loop.batch_progress.is_last_batch
@@ -52,7 +52,7 @@ class StepRollback:
         Their step was aborted or has raised, or they wait to be accumulated.
         """
         if self._loaders.under_way and self._session.buffers is not None:
-            self._session.buffers.put_back(self._client.version)
+            self._session.buffers.put_back(self._steps.version)
 
     def _put_back(self, kept: list[dict[str, int]], step: int, is_last_batch: bool) -> None:
         for counts, values in zip(_counts(self._trainer), kept, strict=True):
@@ -63,7 +63,7 @@ class StepRollback:
 
     def keep_schedules(self) -> None:
         """Schedulers may step now, ahead of the release."""
-        configs, offered = self._trainer.lr_scheduler_configs, self._client.unsettled
+        configs, offered = self._trainer.lr_scheduler_configs, self._steps.unsettled
         if offered is None or self._schedules_kept or not configs:
             return
         self._schedules_kept = True

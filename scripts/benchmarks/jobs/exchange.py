@@ -58,7 +58,7 @@ def hybrid(parameters: int, workers: int, seconds: float) -> float:
 
 def _push(parameters: int, seconds: float, client: Client) -> float:
     layout = Layout.of([("w", torch.empty(parameters, device="meta"))])
-    store = Store(layout, client.n_workers, False, client.map(Share(layout)))
+    store = Store(layout, client.n_workers, False, client.memory.map(Share(layout)))
     (slot,) = layout.slots
     store.gradient(client.worker, slot).normal_()
     client.gather("rows", None)

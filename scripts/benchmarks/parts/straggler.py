@@ -121,7 +121,7 @@ class Watch(pl.Callback):
         """Start the clock, and listen to how long the server takes to answer."""
         client = getattr(trainer.strategy, "client", None)
         if client is not None:
-            answer = client._answer
+            answer = client.inbox.answer
 
             def timed(*arguments: Any, **named: Any) -> Any:
                 asked = time.monotonic()
@@ -130,7 +130,7 @@ class Watch(pl.Callback):
                 finally:
                     self.waited += time.monotonic() - asked
 
-            client._answer = timed
+            client.inbox.answer = timed
         self.began = time.monotonic()
         self.waited = 0.0
 

@@ -102,7 +102,7 @@ class KilledUntold(Count):
         """No step is broken off."""
 
     def on_train_batch_start(self, *_: Any) -> None:
-        own = self.trainer.strategy.client.maker
+        own = self.trainer.strategy.client.steps.maker
         if len(own.untold) == 5 and first(self.mark):
             self.end()
 

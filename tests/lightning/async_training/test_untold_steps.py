@@ -57,7 +57,7 @@ class Count(pl.LightningModule):
 
     @property
     def n_untold(self) -> int:
-        return len(self.trainer.strategy.client.maker.untold)  # type: ignore[attr-defined]
+        return len(self.trainer.strategy.client.steps.maker.untold)  # type: ignore[attr-defined]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return -self.counts[batch].mean()
@@ -192,7 +192,7 @@ class Two(Count):
         return super().training_step(torch.cat([batch["a"], batch["b"] + 60]), batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        own = self.trainer.strategy.client.maker  # type: ignore[attr-defined]
+        own = self.trainer.strategy.client.steps.maker  # type: ignore[attr-defined]
         assert not own.untold, "a step was made unasked"
 
 

@@ -14,7 +14,10 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.trainer.states import RunningStage
 
+from hybridtrain.engine.worker.steps import Steps
 from hybridtrain.engine.worker.surroundings import Listeners
+from hybridtrain.engine.worker.tickets import Tickets
+from hybridtrain.engine.worker.worker_group import WorkerGroup
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover
 from hybridtrain.lightning.states.logger_state import keep_rows
@@ -22,7 +25,7 @@ from tests.lightning.toys import Regression, make_trainer
 
 
 class Second:
-    """The client of worker 1."""
+    """The group of worker 1, and its listeners."""
 
     worker, is_leader, lost_at = 1, False, 0
 
@@ -50,7 +53,7 @@ def test_a_deputy_shows_the_bar_until_worker_0_is_back(monkeypatch: pytest.Monke
     trainer = make_trainer("hybrid", 2, callbacks=[bar], enable_progress_bar=True)
     trainer.strategy.connect(Regression())
     bar.disable()
-    LeaderFailover(trainer, client)  # type: ignore[arg-type]
+    LeaderFailover(trainer, client, client.listeners)  # type: ignore[arg-type]
     seen = []
     for is_leader in (False, True, True, False, False, True):
         client.learn(is_leader)
@@ -86,20 +89,14 @@ def test_rows_and_columns_stay_while_two_processes_hand_over(tmp_path: Path) -> 
     assert found == [("0", "1.0", "", ""), ("1", "2.0", "3.0", ""), ("2", "4.0", "", "5.0")]
 
 
-class Counting:
-    """A client that has offered nothing."""
-
-    version = 0
-    n_workers = 2
-    unsettled = None
-    listeners = Listeners()
-
-    @property
-    def expected_version(self) -> int:
-        return self.version
-
-    def settle(self) -> None:
-        """Nothing is under way."""
+def client_with_nothing_offered() -> Any:
+    """The parts of a client that counting needs."""
+    return SimpleNamespace(
+        n_workers=2,
+        listeners=Listeners(),
+        steps=Steps(WorkerGroup(0, 2), Tickets(0)),
+        pushes=SimpleNamespace(settle=lambda: None),
+    )
 
 
 class Course:
@@ -111,7 +108,7 @@ class Course:
         trainer.state.stage = RunningStage.TRAINING
         self.loop: Any = trainer.fit_loop.epoch_loop
         self.loop._should_accumulate = lambda: False
-        self.client: Any = Counting()
+        self.client = client_with_nothing_offered()
         expected: Any = SimpleNamespace(limit=None)  # nobody has been told how many there will be
         absence: Any = SimpleNamespace(passed=False)  # each mini-batch counts
         self.trainer = trainer
@@ -121,7 +118,7 @@ class Course:
 
     def step(self, version: int) -> int | None:
         """A mini-batch whose release has this version; the step of its row, if there is one."""
-        self.client.version = version
+        self.client.steps.reach(version)
         self.loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         due = self.trainer._logger_connector.should_update_logs
         row = self.loop._batches_that_stepped if due else None
@@ -149,7 +146,7 @@ def test_who_takes_over_writes_no_row_of_an_update_that_may_have_one() -> None:
     course.step(2)
     client = Second()
     client.lost_at = 9
-    LeaderFailover(course.trainer, client)  # type: ignore[arg-type]
+    LeaderFailover(course.trainer, client, client.listeners)  # type: ignore[arg-type]
     client.learn(True)
     assert [course.step(version) for version in (3, 9, 10)] == [None, None, 9]
 
@@ -158,6 +155,6 @@ def test_a_validation_is_of_the_last_update_whoever_has_made_it() -> None:
     course = Course(every=1)
     course.step(3)
     course.count.begin_rows()  # it has no mini-batch any more, but is the one that logs
-    course.client.version = 8
+    course.client.steps.reach(8)
     course.count.reach(8)
     assert course.loop._batches_that_stepped == 7

@@ -30,7 +30,8 @@ from hybridtrain.engine.protocol.messages import (
     Stats,
     Stop,
 )
-from hybridtrain.engine.worker.client import Client, StopRequested
+from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.inbox import StopRequested
 from hybridtrain.lightning.step import parameter_readers
 from hybridtrain.lightning.step.parameter_readers import may_hold
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
@@ -62,19 +63,19 @@ def line() -> Script:
 
 def test_a_push_that_is_offered_does_not_wait_and_is_settled_once(line: Script) -> None:
     client, taken = Client(0, 2, line), list[Released]()
-    client.offer(Push(0, 1.0), taken.append)
+    client.pushes.offer(Push(0, 1.0), taken.append)
     assert line.sent == [Push(0, 1.0)]
     assert taken == []
     line.replies.append(Released(7))
-    client.settle()
-    client.settle()
+    client.pushes.settle()
+    client.pushes.settle()
     assert taken == [Released(7)]
-    assert client.version == 7
+    assert client.steps.version == 7
 
 
 def test_any_request_behind_an_offered_push_settles_the_push_first(line: Script) -> None:
     client, taken = Client(0, 2, line), list[Released]()
-    client.offer(Push(0, 1.0), taken.append)
+    client.pushes.offer(Push(0, 1.0), taken.append)
     line.replies += [Released(3), Stats({"updates": 3})]
     assert client.stats() == {"updates": 3}
     assert taken == [Released(3)]
@@ -83,15 +84,15 @@ def test_any_request_behind_an_offered_push_settles_the_push_first(line: Script)
 
 def test_a_second_offer_settles_the_first(line: Script) -> None:
     client, taken = Client(0, 2, line), list[Released]()
-    client.offer(Push(0, 1.0), taken.append)
+    client.pushes.offer(Push(0, 1.0), taken.append)
     line.replies.append(Released(1))
-    client.offer(Push(0, 2.0), taken.append)
+    client.pushes.offer(Push(0, 2.0), taken.append)
     assert taken == [Released(1)]
 
 
 def test_a_stop_instead_of_the_release_ends_the_worker_at_the_boundary(line: Script) -> None:
     client, taken = Client(0, 2, line), list[Released]()
-    client.offer(Push(0, 1.0), taken.append)
+    client.pushes.offer(Push(0, 1.0), taken.append)
     line.replies.append(Stop(now=True))
     with pytest.raises(StopRequested):
         client.check_stop()
@@ -106,21 +107,21 @@ def test_a_stop_instead_of_the_release_ends_the_worker_at_the_boundary(line: Scr
 
 def test_what_was_counted_ahead_is_undone_unless_the_release_has_come(line: Script) -> None:
     client, undone = Client(0, 2, line), list[str]()
-    client.offer(Push(0, 1.0), lambda _: None, lambda: undone.append("first"))
-    assert client.offered is not None
-    client.offered.undoing.append(lambda: undone.append("second"))
+    client.pushes.offer(Push(0, 1.0), lambda _: None, lambda: undone.append("first"))
+    assert client.steps.offered is not None
+    client.steps.offered.undoing.append(lambda: undone.append("second"))
     line.replies.append(Stop(now=True))
     with pytest.raises(StopRequested):
-        client.settle()
+        client.pushes.settle()
     assert undone == ["second", "first"], "what was done last is undone first"
 
     def fail(_: Released) -> None:
         raise LookupError
 
-    client.offer(Push(0, 1.0), fail, lambda: undone.append("an update that was made"))
+    client.pushes.offer(Push(0, 1.0), fail, lambda: undone.append("an update that was made"))
     line.replies.append(Released(1))
     with pytest.raises(LookupError):
-        client.settle()
+        client.pushes.settle()
     assert undone == ["second", "first"]
 
 
