@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.cli.telemetry.monitor import RunMonitor
+from hybridtrain.engine.worker.worker_group import WorkerGroup
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.collectives import Collectives
@@ -108,12 +109,12 @@ class Meetings:
     """A client whose meetings are prescribed: who was there, and what they had brought."""
 
     def __init__(self, worker: int, script: list[tuple[tuple[int, ...], dict[int, Any]]]) -> None:
-        self.worker, self.script, self.solo = worker, script, False
-        self.there, self.met = (0, 1, 2), (0, 1, 2)
+        self.worker, self.script, self.group = worker, script, WorkerGroup(worker, 3)
 
     def gather(self, tag: str, item: Any) -> list[Any]:
-        self.met, brought = self.script.pop(0)
-        return [item if each == self.worker else brought[each] for each in self.met]
+        met, brought = self.script.pop(0)
+        self.group.meet(met, left=False)
+        return [item if each == self.worker else brought[each] for each in met]
 
 
 def test_a_broadcast_whose_source_is_lost_on_the_way_comes_from_another_worker() -> None:
