@@ -244,7 +244,7 @@ class HostMemoryStrategy(ParallelStrategy, Scheme, ExpectsUpdates):
             checkpoint = self._change(checkpoint)
         if self._loaders is None:
             return checkpoint
-        return self._loaders.restore(checkpoint, f"ckpt_path={checkpoint_path}")
+        return self._loaders.checkpoint.restore(checkpoint, f"ckpt_path={checkpoint_path}")
 
     def _make_returned_optimizers(self) -> None:
         """In the calling process, if they could not be made where training ended: warn of it."""
@@ -279,7 +279,7 @@ class HostMemoryStrategy(ParallelStrategy, Scheme, ExpectsUpdates):
         if self._client is None and self.keeping.refuses(filepath):
             return
         if self._loaders is not None:
-            checkpoint = self._loaders.write(checkpoint)
+            checkpoint = self._loaders.checkpoint.write(checkpoint)
         if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
             checkpoint = self._trained.into(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)

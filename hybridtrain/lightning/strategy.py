@@ -231,8 +231,9 @@ class HybridStrategy(HostMemoryStrategy):
             around(Point.RESUME, dumper(trainer), self.resume_together)
         one_update = OneUpdate(self.decide_on_checkpoint, self.save_one_update)
         self.keeping.take_over(trainer, one_update, not self.requirements.whole_rounds)
+        saved = self._loaders.checkpoint
         return WorkerEnd(
-            trainer, worker, self._loaders, self.keeping, self.before_checkpoint, self._give_up
+            trainer, worker, saved, self.keeping, self.before_checkpoint, self._give_up
         )
 
     def _give_up(self) -> None:
@@ -294,7 +295,9 @@ class HybridStrategy(HostMemoryStrategy):
             if self._count is not None and self.client.group.joins:
                 self.client.group.rejoin(joined=True)
                 self._count.join(self.session.pull())
-            self.step_rollback = StepRollback(self.session, self.client.steps, self._loaders)
+            self.step_rollback = StepRollback(
+                self.session, self.client.steps, self._loaders.committed
+            )
             self._losses = prepare_for_losses(
                 worker,
                 self.session,
@@ -398,7 +401,7 @@ class HybridStrategy(HostMemoryStrategy):
     def _exchange(self, session: Session, ends: bool = True) -> None:
         session.flush(ends)
         if self._loaders is not None:
-            self._loaders.settle()
+            self._loaders.committed.settle()
 
     def exchange_last_steps(self) -> None:
         """A free-running worker stops: exchange its own steps since the last exchange.
@@ -408,7 +411,7 @@ class HybridStrategy(HostMemoryStrategy):
         """
         session, stop, wants = self.session, self.client.inbox.stop, self.requirements
         asked = stop is not None and not stop.now
-        begun = self._loaders is not None and self._loaders.under_way
+        begun = self._loaders is not None and self._loaders.committed.under_way
         if session is None or wants.whole_rounds or wants.evaluates or not asked or begun:
             return
         if session.has_own_parameters:
@@ -470,7 +473,9 @@ class HybridStrategy(HostMemoryStrategy):
 
     def on_validation_start(self) -> None:
         if self.session is not None:
-            self.session.share_buffers(self._loaders is not None and self._loaders.under_way)
+            self.session.share_buffers(
+                self._loaders is not None and self._loaders.committed.under_way
+            )
             if self._evaluated is not None:
                 self._evaluated.begin()
         if self.is_global_zero:
@@ -497,7 +502,7 @@ class HybridStrategy(HostMemoryStrategy):
             save(*args, **options)
         finally:
             if self._loaders is not None:
-                self._loaders.restore_rng_states({})
+                self._loaders.checkpoint.restore_rng_states({})
             if session is not None:
                 session.end_saving(shows)
 
@@ -515,8 +520,8 @@ class HybridStrategy(HostMemoryStrategy):
 
     def _gather_states(self, session: Session) -> None:
         assert self._loaders is not None, "it trains"
-        numbers = session.gather_states(self._loaders.rng_states(True))
-        self._loaders.restore_rng_states(numbers)
+        numbers = session.gather_states(self._loaders.checkpoint.rng_states(True))
+        self._loaders.checkpoint.restore_rng_states(numbers)
 
     def save_one_update(self, hook: Callable[[], None]) -> None:
         """Let a hook of ``ModelCheckpoint`` name and write checkpoints of one update.

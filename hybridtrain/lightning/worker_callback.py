@@ -13,8 +13,8 @@ from hybridtrain.engine.monitoring.hang_detector import Doing
 from hybridtrain.engine.scheme import Scheme
 from hybridtrain.lightning.async_training.agreement import Validations
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.epoch_state import EpochEvent
-from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import forget_times

@@ -17,7 +17,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, check_weights
 from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_sizes
-from hybridtrain.lightning.checkpointing.mid_epoch import next_row
+from hybridtrain.lightning.checkpointing.saved_counters import next_row
 from hybridtrain.util.files import check_input, fault_of, fault_of_old, is_archive
 
 

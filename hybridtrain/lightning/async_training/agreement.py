@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridtrain.lightning.async_training.counting import UpdateCount
-from hybridtrain.lightning.checkpointing.mid_epoch import EpochIsOver
+from hybridtrain.lightning.checkpointing.epoch_ends import EpochIsOver
 from hybridtrain.lightning.checkpointing.saved_multiples import multiples_of
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.hooks.loop_hooks import (

@@ -1,12 +1,11 @@
-"""Replace the samplers of the user's DataLoaders; save and restore their position in the epoch."""
+"""Replace the samplers of the user's DataLoaders, and follow the epochs with them."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -14,39 +13,19 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.engine.options.strategy_arguments import StrategyArguments
-from hybridtrain.engine.protocol.messages import LoaderPass, Visits
-from hybridtrain.engine.protocol.spans import Spans
+from hybridtrain.engine.protocol.messages import Visits
 from hybridtrain.engine.recording.run_description import data_teller
 from hybridtrain.engine.samplers import (
     EpochPlan,
     EpochSampler,
     QueueSampler,
-    Seeded,
     ShareSampler,
 )
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.checkpointing.checkpoint_content import (
-    WORKERS,
-    check_content,
-    check_weights,
-    restoring,
-)
-from hybridtrain.lightning.checkpointing.epoch_state import EpochState
-from hybridtrain.lightning.checkpointing.mid_epoch import (
-    FORMAT,
-    KEY,
-    EpochEnds,
-    EpochPosition,
-    SavedSchedules,
-    count_from_zero,
-    deal,
-    done_by_all,
-    read,
-    reopen,
-    rest_of,
-    take_off_steps,
-    validate_again,
-)
+from hybridtrain.lightning.checkpointing.committed_batches import CommittedBatches
+from hybridtrain.lightning.checkpointing.epoch_checkpoint import EpochCheckpoint
+from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.rng_state import RngState
 from hybridtrain.lightning.data.batch_size import Scales, keeps_all, step_fetches
 from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group
@@ -83,8 +62,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     data_connector,
     forget_places,
     gets_our_sampler,
-    is_limited,
-    logged_step,
+    limit_now,
     reload_epochs,
     reloads_here,
     remeasure,
@@ -111,26 +89,21 @@ class Loaders:
         self._client, self._requirements = worker.client, worker.requirements
         self._joins, self._options = worker.on_failure.joins, options
         self._tell = data_teller(worker.client.note, worker.recording is None)
-        self.samplers: list[EpochSampler] = []
-        self._remembers = False
+        self.samplers: list[EpochSampler] = []  # the same list for all epochs
         self._made_in_epoch: int | None = None
         self._limit: float = self._trainer.limit_train_batches  # the user's
         # Of at least one loader a worker may come to it; in which epoch they were made.
         self._is_limited, self._measured_in = False, -1
-        self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it done
-        self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
-        self._has_unsent = False  # the masters lack steps: one worker's own checkpoint repeats them
-        self._n_unsent = 0  # so many
-        self._before: tuple[int, SavedSchedules] | None = (
-            None  # logged step and schedules before them
+        self.position = position = EpochPosition(trainer)
+        self._rng_state = rng_state = RngState(worker.client)
+        self._ends = ends = EpochEnds(trainer, position, worker.device)
+        self.committed = committed = CommittedBatches(
+            trainer, self.samplers, position, worker.client.steps, rng_state
         )
-        self.position = EpochPosition(trainer)
-        self._rng_state = RngState(worker.client)
-        self._ends = EpochEnds(trainer, self.position, worker.device)
-        self._numbers_of: dict[int, Any] = {}  # RNG states of other workers, for a checkpoint
+        self.checkpoint = EpochCheckpoint(
+            trainer, worker, self.samplers, position, committed, ends, rng_state
+        )
         self.begin_evaluation(worker.client.group.there)
-        # Mini-batches before the current validation, of one that is under way.
-        self._before_validation: Callable[[], int | None] = lambda: None
         self._moved = False  # Lightning's iterator has an outdated length
         self._all_kept = True  # mini-batches have all samples that were drawn for them
         self._has_weighed = False  # the mini-batch that Lightning has fetched; not if it is None
@@ -141,14 +114,6 @@ class Loaders:
         before(Point.BATCHES, loop, self.begin_epoch)
 
     # ---- making loaders -------------------------------------------------------------------------
-
-    def remember(self, remembers: bool) -> None:
-        """Whether samplers remember each step's mini-batches."""
-        self._remembers = remembers
-
-    def follow_validation(self, before: Callable[[], int | None]) -> None:
-        """Ask ``before`` how many mini-batches validations had before the one under way."""
-        self._before_validation = before
 
     def begin_evaluation(self, workers: tuple[int, ...]) -> None:
         """These workers share the samples of the next evaluation."""
@@ -243,7 +208,8 @@ class Loaders:
     def _training(self, dataloader: DataLoader[Any] | Batches, shuffle: bool) -> EpochSampler:
         epoch, resumed = self.position.epoch, self.position.resumed
         if self._made_in_epoch != epoch:  # the loaders are new or reloaded
-            self.samplers, self._made_in_epoch = [], epoch
+            self.samplers.clear()
+            self._made_in_epoch = epoch
         order, number = order_of(dataloader, shuffle, self._client), len(self.samplers)
         sizes, shards = self._options["batch_size_per_worker"], self._options["data_shards"]
         sizes = None if sizes is None else tuple(sizes)
@@ -253,7 +219,7 @@ class Loaders:
             fills=self._fills,
             last=self._last_step,
             visits=None if shards is None else Visits(shards["number"], shards["visit"]),
-            limit=self._limit_now,
+            limit=partial(limit_now, self._trainer),
             redoes=self._requirements.drops_late,
             several=self._has_several,
         )
@@ -273,11 +239,6 @@ class Loaders:
             warn_of_pairs(plan, self.samplers)
         self.samplers.append(kind(plan, epoch, self._client, number, begun))
         return self.samplers[-1]
-
-    def _limit_now(self) -> float:
-        """Mini-batches of this worker."""
-        trainer = self._trainer
-        return float(trainer.limit_train_batches) if is_limited(trainer) else math.inf
 
     def _batches_per_turn(self) -> int:
         """Mini-batches of one worker's turn: those of one optimizer step; 0: no turns."""
@@ -326,7 +287,7 @@ class Loaders:
             UserError: if the number cannot be found.
         """
         self._has_weighed = True
-        self._rng_state.begin_batch(self._has_unsent)
+        self._rng_state.begin_batch(self.committed.has_unsent)
         self._ends.begin_batch()
         portions = [sampler.next_portion() for sampler in self.samplers]
         if None in portions and batch is not None and self._client.n_workers > 1:
@@ -359,149 +320,7 @@ class Loaders:
         portions = [sampler.next_portion() for sampler in self.samplers]
         return portions[0].together if len(portions) == 1 and portions[0] else None
 
-    def commit(self, has_unsent: bool = False, made: bool = True) -> None:
-        """A step has been made with the mini-batches since the last one.
-
-        ``has_unsent``: the masters lack it, and perhaps others before. ``made``: else all that had
-        samples in it were lost, and this worker only counts its mini-batches.
-        """
-        self._rng_state.commit()
-        if not self._client.steps.counted:  # it was dropped
-            for sampler in self.samplers:
-                sampler.drop()
-            return
-        version = self._client.steps.expected_version
-        for sampler in self.samplers:
-            sampler.commit(version if self._remembers and made else None, self._has_unsent)
-        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if not self._has_unsent:
-            self._former, self._n_unsent, self._before = self._committed, 0, None
-            if has_unsent:
-                self._before = logged_step(self._trainer), SavedSchedules.of(self._trainer)
-        place = self.position.epoch, ready
-        self._n_unsent += has_unsent and place != self._committed  # without data it may come twice
-        self._committed, self._has_unsent = place, has_unsent
-
-    def settle(self) -> None:
-        """The masters have all steps."""
-        self._has_unsent = False
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a mini-batch has begun since the last step."""
-        return self._rng_state.under_way
-
-    def take_back(self) -> None:
-        """The last step was broken off: its mini-batches, and those of steps that the masters
-        lack, are left to do.
-        """
-        for sampler in self.samplers:
-            sampler.take_back(self._client.steps.version)
-        self._rng_state.take_back()
-        self._committed, self._has_unsent = self._former, self._before is not None
-
-    # ---- resuming in the middle of an epoch -----------------------------------------------------
-
-    def write(self, checkpoint: dict[str, Any], for_now: bool = False) -> dict[str, Any]:
-        """Add the rest of the epoch to a checkpoint.
-
-        ``for_now``: for a worker of this run, whose shared queue has the rest.
-        """
-        if self._trainer.state.fn != "fit" or "optimizer_states" not in checkpoint:
-            return checkpoint
-        epoch, resumed = self.position.epoch, self.position.resumed
-        loops, batches = checkpoint["loops"]["fit_loop"], 0
-        count_from_zero(checkpoint)
-        # Of the shared queue, now: the last checkpoint's rest is outdated.
-        unseen = {} if self._requirements.whole_rounds or for_now else self._client.snapshots.unseen
-        closing = self.position.is_closing
-        over = closing and any(sampler.has_begun(epoch - 1) for sampler in self.samplers)
-        if over:
-            epoch -= 1
-            reopen(loops)
-        if resumed is not None and resumed.epoch == epoch:
-            batches = resumed.batches
-        alone = self._has_unsent and not any(WORKERS in s for s in checkpoint["optimizer_states"])
-        committed = self._former if alone else self._committed
-        if committed is not None and committed[0] == epoch:
-            batches = committed[1]
-        begun = [x for x in self.samplers if x.has_begun(epoch) or _is_drawn(x, epoch, unseen)]
-        loaders = [rest_of(sampler, unseen, alone) for sampler in begun]
-        ours = {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
-        if self._requirements.data != "shares" and not for_now:
-            ours["together"] = done_by_all(loaders, self._client.n_workers)
-        if alone and self._before is not None:  # the resumed run makes these steps again
-            loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False
-            logged, schedules = self._before
-            take_off_steps(checkpoint, self._n_unsent, logged)
-            checkpoint = schedules.give(checkpoint)
-        elif self._others_go_on(ours):
-            loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
-            checkpoint = self._ends.reopened(checkpoint, epoch)
-        again = alone or self.under_way
-        before = None if again else self._before_validation()  # it follows a step
-        if before is not None:
-            validate_again(loops, before)
-        dice = self.rng_states(together=not alone)
-        state = {"over": over, "dice": dice, "metrics": self._ends.state()}
-        if self._numbers_of:
-            state["dice_of"] = self._numbers_of
-        return {**checkpoint, KEY: {**ours, **state}}
-
-    def _others_go_on(self, ours: Mapping[str, Any]) -> bool:
-        """Whether others have samples of this epoch where this worker has done its last
-        mini-batch: in lock-step only those of lost workers; the rest is beyond a limit, or dropped.
-        """
-        limit, ended = self._limit_now(), any(sampler.ended for sampler in self.samplers)
-        if "together" in ours and limit < math.inf:
-            ended = ours["loaders"] and (ended or ours["batches"] >= limit)
-            met = self.position.state is EpochState.OVER
-            return ended and not met and ours["together"] < limit * self._client.n_workers
-        left = any(sampler.left_by(self._client.group.gone) for sampler in self.samplers)
-        any_left = any(loader["spans"] for loader in ours["loaders"])
-        return ended and any_left and (left or not self._requirements.whole_rounds)
-
-    def rng_states(self, together: bool) -> dict[str, Any]:
-        """This worker's RNG states for a checkpoint.
-
-        ``together``: it has this worker's own steps, too; else only those that the masters have.
-        """
-        has_unsent = self._has_unsent and not together
-        settled = not (has_unsent or self.under_way or self._trainer.sanity_checking)
-        validates = settled and self._before_validation() is not None
-        return self._rng_state.state(validates, has_unsent)
-
-    def restore_rng_states(self, numbers_of: Mapping[int, Any]) -> None:
-        """The next checkpoint has these workers' RNG states, too; empty: it has not."""
-        others = {k: v for k, v in numbers_of.items() if k != self._client.worker}
-        self._numbers_of = {k: v for k, v in others.items() if v is not None}
-
-    def restore(self, checkpoint: dict[str, Any], source: str = "ckpt_path") -> dict[str, Any]:
-        """Check a checkpoint and prepare to resume from it; return what Lightning is to load."""
-        resumes = self._trainer.state.fn == "fit"
-        check_content(checkpoint, source, resumes)
-        module = self._trainer.lightning_module
-        check_weights(source, checkpoint["state_dict"], module, strict=False)
-        with restoring():
-            self._go_on_from(checkpoint, resumes)
-        return checkpoint
-
-    def _go_on_from(self, checkpoint: dict[str, Any], resumes: bool) -> None:
-        if resumes:
-            if isinstance(self._limit, int):
-                self._deal(checkpoint, self._limit)
-            self.position.resume(read(checkpoint))
-            self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))
-            if not self._client.group.joins:  # a restarted worker has the RNG states of another
-                self._rng_state.keep(checkpoint.get(KEY, {}))
-        if self.position.resumed is not None:
-            message = "You're resuming from a checkpoint that ended before the epoch ended"
-            warnings.filterwarnings("ignore", message)  # which works here
-
-    def _deal(self, checkpoint: dict[str, Any], limit: int) -> None:
-        client, every = self._client, int(self._trainer.accumulate_grad_batches)
-        alike = self._requirements.data == "shares"
-        deal(checkpoint, 0 if alike else client.worker, client.n_workers, limit, every)
+    # ---- epochs ---------------------------------------------------------------------------------
 
     def set_epochs(self) -> None:
         """Counters are restored: set the epochs of loaders that were made before."""
@@ -569,9 +388,3 @@ class Loaders:
             if sampler.crew != self._client.group.there:
                 sampler.shares_with(self._client.group.there)
                 self.position.change_lengths()
-
-
-def _is_drawn(sampler: EpochSampler, epoch: int, unseen: Mapping[LoaderPass, Spans]) -> bool:
-    """Whether other workers have begun the epoch; a user's order all would have met for."""
-    known = isinstance(sampler.source, Seeded) and sampler.epoch == epoch
-    return known and LoaderPass(sampler.number, epoch, 0) in unseen

@@ -61,7 +61,7 @@ def prepare_for_losses(
         know_the_loggers(session.trainer, worker.collectives)
     LeaderFailover(session.trainer, worker.client.group, worker.client.listeners)
     continues = choice == "continue"
-    loaders.remember(continues and whole_rounds)
+    loaders.committed.remember(continues and whole_rounds)
     state = RejoinState(worker, session, loaders, pages, reporting, back)
     if whole_rounds and not continues:  # a restarted worker keeps its place
         return None

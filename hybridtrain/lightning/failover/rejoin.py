@@ -176,7 +176,7 @@ class RejoinState:
         with self._reporting():
             checkpoint = dump_at_once(trainer)
         state = checkpoint["state_dict"]
-        checkpoint = self._loaders.write(checkpoint, for_now=True)
+        checkpoint = self._loaders.checkpoint.write(checkpoint, for_now=True)
         loggers, samplers = [identity(logger) for logger in trainer.loggers], self._loaders.samplers
         if self._whole_rounds and KEY in checkpoint:
             for loader, sampler in zip(checkpoint[KEY]["loaders"], samplers, strict=False):

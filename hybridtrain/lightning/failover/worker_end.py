@@ -20,7 +20,7 @@ from hybridtrain.engine.worlds.channel import ChannelClosed
 from hybridtrain.engine.worlds.worker_exit import Failed
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
-from hybridtrain.lightning.data.loaders import Loaders
+from hybridtrain.lightning.checkpointing.epoch_checkpoint import EpochCheckpoint
 from hybridtrain.lightning.failover.leader_failover import become_leader
 from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted, has_saved
 from hybridtrain.lightning.worker_context import WorkerContext
@@ -48,7 +48,7 @@ class WorkerEnd:
     Args:
         trainer: of this worker.
         worker: this one.
-        loaders: of this worker; they have its random numbers.
+        checkpoint: has this worker's RNG states.
         keeping: writes checkpoints.
         unify: brings what a checkpoint has to one version.
         give_up: takes back what this worker has begun and cannot finish.
@@ -56,7 +56,7 @@ class WorkerEnd:
 
     trainer: Any
     worker: WorkerContext
-    loaders: Loaders
+    checkpoint: EpochCheckpoint
     keeping: CheckpointWriting
     unify: Callable[[], None]
     give_up: Callable[[], None]
@@ -94,7 +94,7 @@ class WorkerEnd:
     def _left_behind(self) -> bytes:
         """A worker's random numbers, for the last checkpoint; empty if it has none as yet."""
         with suppress(Exception):  # in whatever state it is, its end must be reported
-            return as_bytes(self.loaders.rng_states(False))
+            return as_bytes(self.checkpoint.rng_states(False))
         return b""
 
     def _take_turn_saving(self, able: bool = True) -> None:
@@ -104,7 +104,7 @@ class WorkerEnd:
         """
         if (left := self.worker.client.inbox.await_permission()) is not None:
             known = {worker: read("", each) for worker, each in left.items() if each}
-            self.loaders.restore_rng_states(known)
+            self.checkpoint.restore_rng_states(known)
             self.worker.client.note(Saved(able and self._save()))
 
     def _save(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -247,6 +248,11 @@ def is_limited(trainer: Any) -> bool:
     """Whether an epoch has a given number, or a part, of its mini-batches."""
     limit = trainer.limit_train_batches
     return isinstance(limit, int) or limit not in (1.0, None)  # 1 is one mini-batch, 1.0 all
+
+
+def limit_now(trainer: Any) -> float:
+    """Mini-batches that one worker may have in an epoch."""
+    return float(trainer.limit_train_batches) if is_limited(trainer) else math.inf
 
 
 def hook_ends_epoch(loop: Any) -> bool:

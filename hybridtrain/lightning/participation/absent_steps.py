@@ -143,7 +143,7 @@ class Absence:
     def advance(self, proceed: Callable[[Any], None], fetcher: Any) -> None:
         """Lightning's, except for a mini-batch that is missing or does not count."""
         self.passed = self._is_short = False
-        if self.uncounted is not None and not self._loaders.under_way:
+        if self.uncounted is not None and not self._loaders.committed.under_way:
             self.uncounted.keep()
             self._had_some_before = self._has_had_some
         ready = self._loop.batch_progress.current.ready
@@ -300,7 +300,7 @@ class Absence:
             take_steps(loop, steps)
             self._catch_up(self._session)
             made = self._session.has_own_parameters or self._client.steps.version > version
-            self._loaders.commit(self._session.has_unsent, made)
+            self._loaders.committed.commit(self._session.has_unsent, made)
             progress.increment_processed()
         self._schedule(made or ended)  # as Lightning does where a hook ends the epoch
         outcomes = self._client.gather(_ENDED, None, patient=True)

@@ -212,7 +212,7 @@ def share_evaluations(trainer: Any, worker: WorkerContext, loaders: Loaders) -> 
     others = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
     begin = loaders.begin_evaluation
     validation, *_ = [UnevenEvaluation(e, trainer, worker, begin) for e in (within, *others)]
-    loaders.follow_validation(lambda: validation.before)
+    loaders.checkpoint.follow_validation(lambda: validation.before)
 
 
 def _is_share(limit: int | float) -> bool:

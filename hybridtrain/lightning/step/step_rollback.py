@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from hybridtrain.engine.worker.steps import Steps
-from hybridtrain.lightning.data.loaders import Loaders
+from hybridtrain.lightning.checkpointing.committed_batches import CommittedBatches
 from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.step.session import Session
@@ -26,19 +26,19 @@ class StepRollback:
     Args:
         session: of this worker; has the buffers.
         steps: know whether a release is pending, and undo what depends on it.
-        loaders: know which mini-batches the last step was made with.
+        committed: the mini-batches that the last step was made with.
     """
 
-    def __init__(self, session: Session, steps: Steps, loaders: Loaders) -> None:
+    def __init__(self, session: Session, steps: Steps, committed: CommittedBatches) -> None:
         trainer: Any = session.trainer
         self._trainer, self._steps = trainer, steps
-        self._loaders, self._session = loaders, session
+        self._committed, self._session = committed, session
         self._schedules_kept = False  # since the step was made
         before(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.keep_schedules)
 
     def commit(self) -> None:
         """A step has been made, and Lightning will count it now."""
-        self._loaders.commit(self._session.has_unsent)
+        self._committed.commit(self._session.has_unsent)
         self._schedules_kept = False
         if (offered := self._steps.unsettled) is not None:
             loop = self._trainer.fit_loop.epoch_loop
@@ -51,7 +51,7 @@ class StepRollback:
 
         Their step was aborted or has raised, or they wait to be accumulated.
         """
-        if self._loaders.under_way and self._session.buffers is not None:
+        if self._committed.under_way and self._session.buffers is not None:
             self._session.buffers.put_back(self._steps.version)
 
     def _put_back(self, kept: list[dict[str, int]], step: int, is_last_batch: bool) -> None:
@@ -59,7 +59,7 @@ class StepRollback:
             counts.update(values)
         set_logged_step(self._trainer, step)
         self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = is_last_batch
-        self._loaders.take_back()
+        self._committed.take_back()
 
     def keep_schedules(self) -> None:
         """Schedulers may step now, ahead of the release."""

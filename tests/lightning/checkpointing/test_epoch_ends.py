@@ -24,13 +24,11 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.epoch_state import EpochEvent
-from hybridtrain.lightning.checkpointing.mid_epoch import (
-    EpochEnds,
-    EpochPosition,
-    ResumedEpoch,
-    SavedSchedules,
-)
+from hybridtrain.lightning.checkpointing.mid_epoch import ResumedEpoch
+from hybridtrain.lightning.checkpointing.saved_schedules import SavedSchedules
 from tests.lightning.checkpointing.test_resume import same
 from tests.lightning.failover.counting import N, Scheduled
 from tests.lightning.failover.test_broken_off import (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.epoch_state import (
     RESUMED,
     TABLE,
@@ -15,7 +16,7 @@ from hybridtrain.lightning.checkpointing.epoch_state import (
     is_in_end_hook,
     is_settled,
 )
-from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition, ResumedEpoch
+from hybridtrain.lightning.checkpointing.mid_epoch import ResumedEpoch
 
 S, E = EpochState, EpochEvent
 

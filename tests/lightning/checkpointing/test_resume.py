@@ -26,7 +26,8 @@ from hybridtrain import HybridStrategy
 from hybridtrain.engine.samplers import EpochPlan, Seeded
 from hybridtrain.engine.worlds.worker_exit import WorkerDied
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.checkpointing.mid_epoch import count_from_zero, read
+from hybridtrain.lightning.checkpointing.mid_epoch import read
+from hybridtrain.lightning.checkpointing.saved_counters import count_from_zero
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
 

@@ -25,7 +25,7 @@ class LooksInEachStep(Regression):
         strategy: Any = strategy_of(self.trainer)
         with strategy.reporting_progress():
             checkpoint = dump_at_once(self.trainer)
-        check_content(strategy._loaders.write(checkpoint, for_now=True), "a step", True)
+        check_content(strategy._loaders.checkpoint.write(checkpoint, for_now=True), "a step", True)
 
 
 @pytest.mark.few(2)
