@@ -48,12 +48,12 @@ _CANNOT_TRAIN = (
 )
 
 
-def mute_children(client: Client, channel: Channel) -> None:
+def mute_children(heartbeat: Heartbeat, channel: Channel) -> None:
     """Disconnect and end the future forks of this process, a worker."""
 
     def mute() -> None:
         channel.close()
-        client.heartbeat.fall_silent()
+        heartbeat.fall_silent()
         stop_sharing_maps()
         _end_behind_user_code(sys._getframe(1))
 
@@ -166,10 +166,10 @@ def run_worker(
         client = Client(
             start.worker, start.n_workers, channel, start.apart, heartbeat=heartbeat, bells=bells
         )
-        client.heartbeat.tell_stacks()
-        mute_children(client, channel)
+        heartbeat.tell_stacks()
+        mute_children(heartbeat, channel)
         outcome = _outcome(client, body)
-        client.heartbeat.beat(Doing.ENDING)
+        heartbeat.beat(Doing.ENDING)
         with suppress(Exception):
             atexit._run_exitfuncs()  # of loggers that upload; multiprocessing skips them
         with suppress(Exception):

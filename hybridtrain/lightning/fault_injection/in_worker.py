@@ -37,6 +37,7 @@ from hybridtrain.engine.protocol.messages import Push
 from hybridtrain.engine.server.server import ParameterServer
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.engine.worker.pending_push import Taking, Undoing
+from hybridtrain.engine.worker.pushes import Pushes
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
@@ -189,7 +190,9 @@ def inject(
         return
     kinds = _OF_GRADIENTS if faults.rehearses else KINDS  # a replay must not die
     schedule = Schedule(faults.wanted, client.worker, faults.fault_log, kinds)
-    trainer.callbacks.insert(1, Injection(schedule, client, faults.fault_log, strategy, session))
+    trainer.callbacks.insert(
+        1, Injection(schedule, client.worker, client.pushes, faults.fault_log, strategy, session)
+    )
 
 
 class Injection(pl.Callback):
@@ -197,7 +200,8 @@ class Injection(pl.Callback):
 
     Args:
         schedule: of this worker.
-        client: to the server.
+        worker: its number.
+        pushes: of this worker; the exchange is a phase.
         fault_log: counts the worker's steps.
         strategy: whose end is a phase.
         session: of the worker, once it trains.
@@ -206,19 +210,20 @@ class Injection(pl.Callback):
     def __init__(
         self,
         schedule: Schedule,
-        client: Client,
+        worker: int,
+        pushes: Pushes,
         fault_log: FaultLog,
         strategy: Strategy,
         session: Callable[[], object],
     ) -> None:
-        self._schedule, self._client, self._fault_log = schedule, client, fault_log
-        self._strategy, self._session = strategy, session
-        self._step = fault_log.progress(client.worker)[0]
+        self._schedule, self._worker, self._pushes = schedule, worker, pushes
+        self._fault_log, self._strategy, self._session = fault_log, strategy, session
+        self._step = fault_log.progress(worker)[0]
         self._began_s = 0.0  # start of this step
         self._factor = 1.0  # of the next loss
         self._slow: tuple[float, float] = (1.0, 0)  # slowdown, until which step
         self._own = False  # the worker makes several steps between two exchanges
-        fault_log.reach(client.worker, self._step, os.getpid())
+        fault_log.reach(worker, self._step, os.getpid())
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
         """All objects to be wrapped exist now."""
@@ -230,7 +235,7 @@ class Injection(pl.Callback):
         before(Point.TEARDOWN, self._strategy, self.tear_down)
         if not self._schedule.has("checkpoint"):
             return
-        if self._client.worker == 0:
+        if self._worker == 0:
             cast(Any, files)._write_part = self._half_written(files._write_part)
         else:
             before(Point.DUMP, dumper(trainer), self.begin_checkpoint)
@@ -276,7 +281,7 @@ class Injection(pl.Callback):
         gathered.step = counting
 
     def _wrap_exchange(self) -> None:
-        offer, make = self._client.pushes.offer, self._client.pushes.make
+        offer, make = self._pushes.offer, self._pushes.make
 
         def offering(
             push: Push, then: Taking, undo: Undoing | None = None, settles: bool = True
@@ -298,13 +303,13 @@ class Injection(pl.Callback):
             self._count()
             return version
 
-        self._client.pushes.offer = offering  # type: ignore[method-assign]
-        self._client.pushes.make = making  # type: ignore[method-assign]
+        self._pushes.offer = offering  # type: ignore[method-assign]
+        self._pushes.make = making  # type: ignore[method-assign]
 
     def _advance(self) -> None:
         """The step has been made."""
         self._step += 1
-        self._fault_log.reach(self._client.worker, self._step, os.getpid())
+        self._fault_log.reach(self._worker, self._step, os.getpid())
 
     def _count(self) -> None:
         """The masters have the worker's contribution; its own steps have been counted before."""
@@ -326,7 +331,7 @@ class Injection(pl.Callback):
     # ---- the faults -----------------------------------------------------------------------------
 
     def _visit(self, phase: str, step: int | None = None) -> None:
-        step, worker = self._step if step is None else step, self._client.worker
+        step, worker = self._step if step is None else step, self._worker
         for fault in self._schedule.due(phase, step):
             say(f"faults: {fault.kind}, worker {worker}, step {step}, in {fault.phase}")
             self._act(fault)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,7 +22,7 @@ from torch.utils.data import (
 
 from hybridtrain import HybridStrategy
 from hybridtrain.engine.samplers import EpochPlan, Seeded, ShareSampler, UnfinishedPass, shares_of
-from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.worker_group import WorkerGroup
 from hybridtrain.errors import UserError
 from tests.lightning.toys import Recorder, Regression, distance, make_trainer, regression_data
 from tests.picking import by_default
@@ -36,8 +37,7 @@ def shares(
     """
     result = []
     for worker in range(len(sizes)):
-        crew = tuple(range(len(sizes)))
-        client = cast(Client, type("Line", (), {"worker": worker, "there": crew})())
+        client: Any = SimpleNamespace(worker=worker, group=WorkerGroup(worker, len(sizes)))
         plan = EpochPlan(
             Seeded(n, 3), n, sizes, drop_last, fills=lambda: True, last=lambda worker: math.inf
         )
@@ -87,9 +87,8 @@ def test_what_is_left_of_an_epoch_is_dealt_out_exactly_once(
 
 def test_a_worker_without_a_mini_batch_in_the_last_step_is_asked_for_none() -> None:
     for n, sizes, without in ((13, (2, 2, 2), (1, 2)), (11, (4, 4, 1), (2,)), (1, (1, 9), (1,))):
-        crew = tuple(range(len(sizes)))
-        for worker in crew:
-            client = cast(Client, type("Line", (), {"worker": worker, "there": crew})())
+        for worker in range(len(sizes)):
+            client: Any = SimpleNamespace(worker=worker, group=WorkerGroup(worker, len(sizes)))
             sampler = ShareSampler(EpochPlan(Seeded(n, 3), n, sizes, False), 0, client)
             batches = list(BatchSampler(sampler, sizes[worker], False))
             steps = -(-n // sum(sizes))

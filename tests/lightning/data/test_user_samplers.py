@@ -19,6 +19,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from hybridtrain.engine.worker.worker_group import WorkerGroup
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.user_loaders import order_of, plan_of
 from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
@@ -26,7 +27,7 @@ from tests.lightning.toys import Recorder, Regression, make_trainer, regression_
 
 DATA = regression_data(12)
 SOME = [1, 3, 8]
-ALONE: Any = SimpleNamespace(is_leader=True, gather=lambda what, mine: [mine])
+ALONE: Any = SimpleNamespace(group=WorkerGroup(0, 1), gather=lambda what, mine: [mine])
 
 
 class Listed(Sampler[Any]):
