@@ -15,6 +15,11 @@ _PACKAGE = decide().replace("_", "-")  # before any module in here imports Light
 check_versions("torch", _PACKAGE)
 
 try:  # what is private to Lightning
-    from hybridtrain.lightning.hooks import faster_hooks, loop_hooks, trainer_hooks  # noqa: F401
+    from hybridtrain.lightning.hooks import (  # noqa: F401
+        faster_hooks,
+        loop_hooks,
+        stop_iteration,
+        trainer_hooks,
+    )
 except (ImportError, AttributeError) as _error:
     raise lacks(_PACKAGE, _error) from _error

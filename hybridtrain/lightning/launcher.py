@@ -49,7 +49,8 @@ from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, wa
 from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_worker import inject, interrupt_updates
-from hybridtrain.lightning.hooks.faster_hooks import refuse_stray_stop_iteration, speed_up_hooks
+from hybridtrain.lightning.hooks.faster_hooks import speed_up_hooks
+from hybridtrain.lightning.hooks.stop_iteration import refuse_stray_stop_iteration
 from hybridtrain.lightning.hooks.trainer_hooks import (
     GlobalState,
     Launcher,

@@ -296,7 +296,7 @@ class HybridStrategy(HostMemoryStrategy):
                 self.client.group.rejoin(joined=True)
                 self._count.join(self.session.pull())
             self.step_rollback = StepRollback(
-                self.session, self.client.steps, self._loaders.committed
+                self.session, self.client.steps, self.client.pushes, self._loaders.committed
             )
             self._losses = prepare_for_losses(
                 worker,

@@ -192,7 +192,7 @@ def tells_writes(store: Store, worker: int, leads: Leads | None) -> Leads:
 
 
 def has_later_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a hook of the user's has run after an eager copy, and may have changed ``.grad``."""
+    """Whether a hook of the user's runs behind ours: an eager copy would miss what it changes."""
     hooks: Any = parameter._post_accumulate_grad_hooks
     return hooks is not None and len(hooks) > 1
 
@@ -252,14 +252,14 @@ class HostReplica(Replica):
 
         def copy(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            if not self.adding and not parameter.grad.is_sparse:
+            if not (self.adding or parameter.grad.is_sparse or has_later_hooks(parameter)):
                 row.copy_(parameter.grad)
                 copied.add(number)
 
         def copy_and_look(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             seen.discard(number)
-            if self.adding or not pieces.fits(parameter.grad):
+            if self.adding or has_later_hooks(parameter) or not pieces.fits(parameter.grad):
                 copy(parameter)
                 return
             copied.add(number)
@@ -282,7 +282,7 @@ class HostReplica(Replica):
             elif gradient.is_sparse:
                 self._warn_of_dense(number)
                 row.copy_(gradient.to_dense())
-            elif number not in self._copied or has_later_hooks(self._parameters[number]):
+            elif number not in self._copied:
                 rows.append(row)
                 gradients.append(gradient)
                 seen.discard(number)

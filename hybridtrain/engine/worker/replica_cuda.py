@@ -135,8 +135,10 @@ class CudaReplica(Replica):
 
         def note(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
-            if self.adding or gradient is None or gradient.is_sparse:
-                return  # the indices of a sparse one would have to be waited for
+            if self.adding or gradient is None or has_later_hooks(parameter):
+                return
+            if gradient.is_sparse:
+                return  # its indices would have to be waited for
             self._outgoing.add(number, gradient)
             self._sent.add(number)
             self._known_finite.discard(number)
@@ -167,7 +169,7 @@ class CudaReplica(Replica):
                 continue
             if gradient.is_sparse and number in self._sparse:
                 packed.append(pack(number, gradient.detach(), self._rows[number]))
-            elif number not in self._sent or gradient.is_sparse or has_later_hooks(own[number]):
+            elif number not in self._sent or gradient.is_sparse:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 self._known_finite.discard(number)
                 self._outgoing.add(number, dense.detach())

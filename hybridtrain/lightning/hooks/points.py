@@ -45,7 +45,7 @@ class Point(Enum):
     BATCHES = "on_run_start", "Loaders.begin_epoch Absence.begin_epoch"
     BATCH = "advance", "Validations.advance EpochEnds.go_on Absence.advance only_the_end"
     BATCH_END = "on_advance_end", "Absence.end_advance only_the_end"
-    FETCH = "_on_before_fetch", "RejoinState.fetch"
+    FETCH = "_on_before_fetch", "StepRollback.settle RejoinState.fetch"
     SCHEDULERS = (
         "update_lr_schedulers",
         "LostSampleRedistribution.look StepRollback.keep_schedules UpdateCount.update "

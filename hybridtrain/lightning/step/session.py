@@ -35,8 +35,11 @@ from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.trainer_hooks import scaler_of
 from hybridtrain.lightning.step.foreign_steps import ForeignSteps
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, beside
-from hybridtrain.lightning.step.gradient_readers import gradients_are_final, is_hooked
-from hybridtrain.lightning.step.parameter_readers import parameters_rest
+from hybridtrain.lightning.step.overridden_hooks import (
+    gradients_are_final,
+    is_hooked,
+    parameters_rest,
+)
 from hybridtrain.lightning.step.saved_states import SavedStates
 from hybridtrain.lightning.update_count import set_global_step
 from hybridtrain.lightning.worker_context import WorkerContext
@@ -76,7 +79,7 @@ class Session(WorkerSession):
         alike = requirements.together if requirements.means_gradients else 1
         self.saved = SavedStates(client, client.worker - client.worker % alike)
         joint = requirements.parameters == "masters" and client.n_workers > 1
-        # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
+        # A hook that looks at gradients must see the mean, which only lock-step has then.
         unseen = gradients_are_final(module.trainer)
         shown = joint and not (unseen and not requirements.steps_in_worker)
         self.averages = shown or requirements.means_gradients

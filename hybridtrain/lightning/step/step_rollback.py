@@ -1,10 +1,11 @@
 """Undo Lightning's counters and schedulers if a step is aborted.
 
 In lock-step a worker may go on before the release of its step (see
-:mod:`hybridtrain.lightning.step.parameter_readers`), and Lightning counts the step and its
-mini-batch, lets schedulers step, and even ends the epoch. If another worker stops or is lost, the
-round is aborted. Then all of these get the values that they had in the step, as in a worker that
-waits there: the mini-batch is under way, and a run resumed from a checkpoint repeats it.
+:mod:`hybridtrain.lightning.step.overridden_hooks`), and Lightning counts the step and its
+mini-batch, lets schedulers step, and even ends the epoch. The release is awaited before the next
+mini-batch is fetched, because data sets may hold the module. If another worker stops or is lost,
+the round is aborted. Then all of these get the values that they had in the step, as in a worker
+that waits there: the mini-batch is under way, and a run resumed from a checkpoint repeats it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from hybridtrain.engine.worker.pushes import Pushes
 from hybridtrain.engine.worker.steps import Steps
 from hybridtrain.lightning.checkpointing.committed_batches import CommittedBatches
 from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
@@ -26,15 +28,24 @@ class StepRollback:
     Args:
         session: of this worker; has the buffers.
         steps: know whether a release is pending, and undo what depends on it.
+        pushes: await it.
         committed: the mini-batches that the last step was made with.
     """
 
-    def __init__(self, session: Session, steps: Steps, committed: CommittedBatches) -> None:
+    def __init__(
+        self, session: Session, steps: Steps, pushes: Pushes, committed: CommittedBatches
+    ) -> None:
         trainer: Any = session.trainer
-        self._trainer, self._steps = trainer, steps
+        self._trainer, self._steps, self._pushes = trainer, steps, pushes
         self._committed, self._session = committed, session
         self._schedules_kept = False  # since the step was made
         before(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.keep_schedules)
+        before(Point.FETCH, trainer.fit_loop.epoch_loop, self.settle)
+
+    def settle(self) -> None:
+        """Await the release of the last step, if parameters depend on it."""
+        if self._steps.unsettled is not None:
+            self._pushes.settle()
 
     def commit(self) -> None:
         """A step has been made, and Lightning will count it now."""

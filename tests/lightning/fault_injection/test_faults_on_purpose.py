@@ -12,7 +12,10 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loops import training_epoch_loop
+from pytorch_lightning.profilers import PassThroughProfiler
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hybridtrain import HybridStrategy
 from hybridtrain.engine.faults import PHASES
@@ -163,6 +166,13 @@ def test_a_fault_that_never_came_is_told_of() -> None:
         trainer.fit(Regression(), DataLoader(regression_data(), 4))
 
 
+def patched_by_workers() -> tuple[Any, ...]:
+    """What worker processes change in Lightning's and torch's classes and modules."""
+    signature = training_epoch_loop.is_param_in_hook_signature
+    fetching = _MapDatasetFetcher.fetch, ExceptionWrapper.reraise
+    return (dict(vars(pl.LightningModule)), PassThroughProfiler.profile, signature, *fetching)
+
+
 def test_a_replay_survives_the_faults_of_the_run(tmp_path: Path) -> None:
     fault = {"worker": 1, "step": 2, "kind": "nan"}
     slow = {"worker": 0, "step": 2, "kind": "slow", "factor": 1.1}
@@ -177,11 +187,11 @@ def test_a_replay_survives_the_faults_of_the_run(tmp_path: Path) -> None:
     trainer.fit(module, loader)
     again, copy = run()
     (path,) = tmp_path.iterdir()
-    habits = dict(vars(pl.LightningModule)), training_epoch_loop.is_param_in_hook_signature
+    before = patched_by_workers()
     report = replay_fit(read_record(path), again, copy, train_dataloaders=loader)
     assert report.equal and report.whole and report.updates > 0, report
-    # Workers, in processes of their own, may change Lightning's classes; a replay is the user's.
-    assert habits == (vars(pl.LightningModule), training_epoch_loop.is_param_in_hook_signature)
+    # Workers, in processes of their own, may change these; a replay is in the user's process.
+    assert patched_by_workers() == before
 
 
 def test_who_is_to_fail_must_be_there_and_hogwild_has_no_update_to_strike_in() -> None:

@@ -235,3 +235,32 @@ def test_an_abstaining_worker_has_no_part_in_the_mean() -> None:
     shared, _ = fit("hybrid", 2, 6, OnlyRankOne, regression_data(12), **options)
     alone, _ = fit("hybrid", 1, 6, Regression, Half(), **options)
     assert distance(shared, alone) < 1e-6
+
+
+class Wide(pl.LightningModule):
+    """Has a gradient that is copied as soon as autograd has made it."""
+
+    def __init__(self, rate: float, halves: bool) -> None:
+        super().__init__()
+        self.net, self.rate, self.halves = torch.nn.Linear(4, 20_000), rate, halves
+
+    def on_fit_start(self) -> None:
+        def halve(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+        for parameter in self.parameters() if self.halves else ():
+            parameter.register_post_accumulate_grad_hook(halve)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch[0]).mean(1, keepdim=True) - batch[1]).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+def test_a_hook_of_autograd_that_changes_a_large_gradient_is_respected() -> None:
+    hooked, _ = fit("hybrid", 2, 6, partial(Wide, 0.5, halves=True))
+    plain, _ = fit("hybrid", 2, 6, partial(Wide, 0.25, halves=False))
+    assert distance(hooked, plain) < 1e-6
+    assert distance(hooked, Wide(0.5, halves=False)) > 1e-4

@@ -75,12 +75,20 @@ class LooksBeforeZero(Net):
 
 
 class LooksAtBatchEnd(Net):
+    """Its overridden hook lets gradients be averaged, also where others look at them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Nothing."""
+
     def on_train_batch_end(self, *_: Any) -> None:
         self.notes.append(norms(self))
 
 
 class LooksInStep(Net):
     """Reads what the last mini-batch has left in ``.grad``."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Nothing: the hook lets gradients be averaged."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.append(norms(self))
