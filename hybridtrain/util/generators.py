@@ -38,6 +38,17 @@ def put(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two results of ``look`` are of the same moment."""
+    return one.keys() == other.keys() and all(_equal(one[kind], other[kind]) for kind in one)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple):
+        return all(map(_equal, one, other))
+    return bool(torch.equal(one, other) if isinstance(one, torch.Tensor) else np.all(one == other))
+
+
 def state_of(generator: Any) -> Any:
     """The state of one of ``GENERATORS``.
 

@@ -156,11 +156,8 @@ class EpochCheckpoint:
 
         ``together``: it has this worker's own steps, too; else only those that the masters have.
         """
-        committed = self._committed
-        has_unsent = committed.has_unsent and not together
-        settled = not (has_unsent or committed.under_way or self._trainer.sanity_checking)
-        validates = settled and self._before_validation() is not None
-        return self._rng_state.state(validates, has_unsent)
+        has_unsent = self._committed.has_unsent and not together
+        return self._rng_state.state(has_unsent)
 
     def restore_rng_states(self, numbers_of: Mapping[int, Any]) -> None:
         """The next checkpoint has these workers' RNG states, too; empty: it has not."""

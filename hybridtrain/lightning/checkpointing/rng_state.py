@@ -40,7 +40,6 @@ class RngState:
         self._whole = True  # no mini-batch has begun since the last step
         self._before: torch.Tensor | None = None  # torch's state at that time
         self._first: torch.Tensor | None = None  # the same, when the masters had all steps
-        self._aside: dict[str, Any] = {}  # all states, at the beginning of the last validation
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -55,11 +54,6 @@ class RngState:
             if not has_unsent:
                 self._first = self._before
 
-    def begin_validation(self) -> None:
-        """A validation begins, whose iterator draws a number."""
-        self.throw()
-        self._aside = look()
-
     def commit(self) -> None:
         """A step has been made."""
         self._whole = True
@@ -73,16 +67,15 @@ class RngState:
         """The step was broken off."""
         self._whole, self._before = False, self._first
 
-    def state(self, validates: bool = False, has_unsent: bool = False) -> dict[str, Any]:
+    def state(self, has_unsent: bool = False) -> dict[str, Any]:
         """The states after the last step, as plain data and tensors.
 
         Args:
-            validates: a validation is under way, which the resumed run repeats.
             has_unsent: the resumed run repeats the steps that the masters lack, too.
         """
         if self._kept is not None:
             return self._kept  # nothing has been drawn since the checkpoint was restored
-        found = dict(self._aside) if validates else look()
+        found = look()
         before = self._first if has_unsent else self._before
         if before is not None and (has_unsent or not self._whole):
             found["torch"] = before

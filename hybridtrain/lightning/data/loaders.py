@@ -338,7 +338,7 @@ class Loaders:
     def begin_validation(self) -> None:
         """Let the RNG state be the checkpoint's; Lightning isolates that of its sanity check."""
         if not self._trainer.sanity_checking:
-            self._rng_state.begin_validation()
+            self._rng_state.throw()
 
     def begin_epoch(self) -> None:
         """Let lengths and iterators be those of this epoch."""

@@ -44,7 +44,7 @@ from hybridtrain.lightning.states.logger_state import identity, keep_rows
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.update_count import set_global_step, step_schedulers
 from hybridtrain.lightning.worker_context import WorkerContext
-from hybridtrain.util.generators import look, put
+from hybridtrain.util.generators import equal, look, put
 
 MEMORY = "the memory of this run"  # in place of a path, for the trainer's ckpt_path
 _OURS = "hybridtrain_run"
@@ -105,21 +105,15 @@ class RejoinState:
         self._whole_rounds = worker.requirements.whole_rounds
         self._loaders, self._pages, self._back = loaders, pages, back
         self._kept_in: int | None = None  # the epoch of the last state that the parent keeps
-        self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
         self._begun: int | None = None  # the version at the beginning of the current step
         self._generators: dict[str, Any] = {}  # RNG states before its first mini-batch was fetched
+        self._pushed: dict[str, Any] = {}  # the same at the last push
         self._at_first = _checksums(trainer) if back is None else back.checksums
         if worker.on_failure.tells:  # else the worker sends by itself
             before(Point.FETCH, trainer.fit_loop.epoch_loop, self.fetch)
             self._client.listeners.on_question(self.tell)
         if pages is not None:
             before(Point.OFFER, self._client.pushes, self.push)
-            before(Point.EVALUATION, trainer.fit_loop.epoch_loop.val_loop, self.count_break)
-            before(Point.EPOCH_END, trainer.fit_loop, self.count_break)
-
-    def count_break(self) -> None:
-        """An evaluation, or the end of an epoch."""
-        self._breaks += 1
 
     def fetch(self) -> None:
         """Before a mini-batch: write the RNG states, and once an epoch send the state."""
@@ -167,7 +161,8 @@ class RejoinState:
         """
         self._send_once_an_epoch()
         assert self._pages is not None, "it listens only with pages"
-        self._pages.push(self._client.worker, self._client.steps.version, self._breaks, look())
+        self._pushed = look()
+        self._pages.push(self._client.worker, self._client.steps.version, self._pushed)
 
     def tell(self) -> bytes:
         """A checkpoint of the last whole step, from a worker in the middle of the next."""
@@ -183,7 +178,7 @@ class RejoinState:
                 loader["crew"] = list(sampler.crew)
         checkpoint[_OURS] = {
             "generators": self._generators or look(),
-            "breaks": self._breaks,
+            "drew": not equal(self._pushed, self._generators),  # behind the push, in a hook
             "loggers": loggers,
             "reload_epochs": list(reload_epochs(trainer)),
             "accumulated": int(trainer.accumulate_grad_batches),  # a callback may change it
@@ -253,14 +248,14 @@ class Rejoin:
         for known in ("dice", "dice_of"):  # `generators` are those of this moment
             self._checkpoint.get(KEY, {}).pop(known, None)
         self._trainer: Any = trainer
-        self._version, self.breaks = version, self._ours["breaks"]
+        self._version, self._drew = version, self._ours["drew"]
         self.checksums: dict[str, int] = self._ours["checksums"]
         self._ends_epoch, self._whole_rounds = False, whole_rounds
         if whole_rounds:
             steps = version - self._checkpoint["global_step"]
             self._ends_epoch = advance(self._checkpoint, steps, self._ours["accumulated"])
             if steps > 0:  # later updates have them
-                self._ours["written"] = {}
+                self._ours["written"], self._drew = {}, False
         client.group.rejoin()
         before(Point.FIT, trainer.fit_loop, self.agree)
 
@@ -348,5 +343,5 @@ class Rejoin:
 
     def begin(self, worker: int, pages: RngMailbox | None) -> None:
         """Before the first mini-batch is fetched: restore this worker's RNG states."""
-        known = None if pages is None else pages.find(worker, self._version, self.breaks)
+        known = None if pages is None else pages.find(worker, self._version, not self._drew)
         put(known or self._ours["generators"])

@@ -10,8 +10,7 @@ import torch
 
 from hybridtrain.util.anonymous_files import SharedBytes
 
-# Updates so far (or blank); evaluations and ends of epochs; the number of bytes.
-_HEAD = struct.Struct("<qqq")
+_HEAD = struct.Struct("<qq")  # updates so far (or blank); the number of bytes
 _ROOM = 32 * 1024 - _HEAD.size  # about 11 KiB are needed
 _BLANK = -2  # less than the version before the first
 _BEFORE, _AFTER = 0, 1  # the fetching, the push
@@ -22,8 +21,8 @@ class RngMailbox(SharedBytes):
 
     A worker cannot send them when it dies, so it writes them as it goes: before it fetches the
     first mini-batch of a step, and when it pushes. In lock-step its replacement makes that step or
-    the next. Numbers that an evaluation or the end of an epoch draws between the two are in neither
-    page: then another worker's states serve, which has drawn alike.
+    the next. Numbers that hooks draw between the two (an evaluation, the end of an epoch) are in
+    neither page: then another worker's states serve, which has drawn alike.
 
     Args:
         n_workers: W; each has two pages.
@@ -37,21 +36,21 @@ class RngMailbox(SharedBytes):
 
     def begin(self, worker: int, version: int, states: dict[str, Any]) -> None:
         """Write the states before the worker fetches its mini-batches of update ``version`` + 1."""
-        self._write(self._place(worker, _BEFORE), version, 0, states)
+        self._write(self._place(worker, _BEFORE), version, states)
 
-    def push(self, worker: int, version: int, breaks: int, states: dict[str, Any]) -> None:
-        """Write the states at the push for that update.
+    def push(self, worker: int, version: int, states: dict[str, Any]) -> None:
+        """Write the states at the push for that update."""
+        self._write(self._place(worker, _AFTER), version, states)
 
-        ``breaks``: evaluations and ends of epochs so far.
+    def find(self, worker: int, version: int, as_pushed: bool) -> dict[str, Any] | None:
+        """The states with which the worker would fetch for update ``version`` + 1, if known.
+
+        ``as_pushed``: nothing is drawn between the push before and this fetch.
         """
-        self._write(self._place(worker, _AFTER), version, breaks, states)
-
-    def find(self, worker: int, version: int, breaks: int) -> dict[str, Any] | None:
-        """The states with which the worker would fetch for update ``version`` + 1, if known."""
-        for page, wanted in ((_BEFORE, (version, 0)), (_AFTER, (version - 1, breaks))):
+        for page, wanted in ((_BEFORE, version), (_AFTER, version - 1)):
             place = self._place(worker, page)
-            *found, n_bytes = _HEAD.unpack_from(self.map, place)
-            if tuple(found) == wanted:
+            found, n_bytes = _HEAD.unpack_from(self.map, place)
+            if found == wanted and (page == _BEFORE or as_pushed):
                 begin = place + _HEAD.size
                 return _tensors(pickle.loads(self.map[begin : begin + n_bytes]))
         return None
@@ -60,9 +59,9 @@ class RngMailbox(SharedBytes):
         return (2 * worker + page) * (_HEAD.size + _ROOM)
 
     def _blank(self, place: int) -> None:
-        _HEAD.pack_into(self.map, place, _BLANK, 0, 0)
+        _HEAD.pack_into(self.map, place, _BLANK, 0)
 
-    def _write(self, place: int, version: int, breaks: int, states: dict[str, Any]) -> None:
+    def _write(self, place: int, version: int, states: dict[str, Any]) -> None:
         """Write a page, blank until it is whole: this process may be killed in the middle."""
         self._blank(place)
         plain = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in states.items()}
@@ -70,7 +69,7 @@ class RngMailbox(SharedBytes):
         if len(content) <= _ROOM:
             begin = place + _HEAD.size
             self.map[begin : begin + len(content)] = content
-            _HEAD.pack_into(self.map, place, version, breaks, len(content))
+            _HEAD.pack_into(self.map, place, version, len(content))
 
 
 def _tensors(states: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Point(Enum):
     FIT_RESET = "reset", "Loaders.set_epochs EpochEnds.settle"
     EPOCH_START = "on_advance_start", "only_the_end"
     EPOCH = "advance", "only_the_end"
-    EPOCH_END = "on_advance_end", "RejoinState.count_break only_the_end"
+    EPOCH_END = "on_advance_end", "only_the_end"
     # epoch loop
     BATCHES = "on_run_start", "Loaders.begin_epoch Absence.begin_epoch"
     BATCH = "advance", "Validations.advance EpochEnds.go_on Absence.advance only_the_end"
@@ -61,8 +61,7 @@ class Point(Enum):
     # evaluation and prediction loops
     EVALUATION = (
         "run",
-        "RejoinState.count_break StepProfiler.validate Loaders.begin_validation "
-        "UnevenEvaluation.run",
+        "StepProfiler.validate Loaders.begin_validation UnevenEvaluation.run",
     )
     EVALUATION_DATA = "setup_data", "UnevenEvaluation.setup_data"
     EVALUATION_END = "on_run_end", "UnevenEvaluation.end"
