@@ -2,10 +2,9 @@
 
 Those that the caller has made and handed to the module, a layer or a callback take their trained
 states over; so do those that ``configure_optimizers`` makes or finds, which is called for them when
-training has ended. Training may have added parameter groups (``BaseFinetuning``) or put other
-optimizers and schedulers into the trainer. So worker 0 sends beside each state the name of the
-class and, of an optimizer, the names of its parameters. What is of another class is made anew, from
-classes that the calling process has loaded.
+training has ended. Training may have added parameter groups (``BaseFinetuning``), so worker 0 sends
+beside each state the name of the class and, of an optimizer, the names of its parameters. Classes
+that ``configure_optimizers`` does not make do not come home.
 """
 
 from __future__ import annotations
@@ -13,15 +12,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from inspect import signature
 from typing import Any
 
 import torch
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from hybridtrain.engine.updates.serialize import subclasses
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.lightning.results.returned_training import made_or_none
 from hybridtrain.lightning.run_context import strategy_of
@@ -152,18 +148,18 @@ class TrainedOptimizers:
     def _in_form(
         self, configured: Sequence[Optimizer], mine: Sequence[Any], module: torch.nn.Module
     ) -> Iterator[Optimizer]:
-        """For each form without an optimizer of ``mine``: a configured one, or a new one."""
+        """For each form without an optimizer of ``mine``: a configured one."""
         waiting = [(Form.of(each, module), each) for each in configured]
         for here, form, state in self._with_state(mine):
             if here is not None:
                 continue
             alike = [pair for pair in waiting if pair[0] == form]
             alike += [pair for pair in waiting if pair[0].kind == form.kind]
-            if alike:
-                waiting.remove(alike[0])
-            optimizer = alike[0][1] if alike else _made_anew(form, state, module)
-            _restore(optimizer, form, state, module)
-            yield optimizer
+            if not alike:
+                raise _not_configured(form.kind)
+            waiting.remove(alike[0])
+            _restore(alike[0][1], form, state, module)
+            yield alike[0][1]
 
 
 def _held(form: Form | ScheduleForm, held: HeldObjects) -> Any:
@@ -191,34 +187,22 @@ def _restore(
         load_in_place(optimizer, state)
 
 
-def _made_anew(form: Form, state: dict[str, Any], module: torch.nn.Module) -> Optimizer:
-    parameters = dict(module.named_parameters())
-    kind = _loaded(form.kind, Optimizer)
-    groups = [{"params": [parameters[name] for name in names]} for names in form.names]
-    known = state["param_groups"][0]
-    needed = {n for n, p in signature(kind).parameters.items() if p.default is p.empty}
-    made: Optimizer = kind(
-        groups, **{name: known[name] for name in needed & known.keys() - {"params"}}
-    )
-    return made
-
-
 def _scheduler(kind: str, configured: Sequence[Any]) -> Any:
-    """The configured scheduler if it is of this class, or a new one, without state."""
+    """The configured scheduler of this class, whose state is loaded next.
+
+    Raises:
+        LookupError: if there is none.
+    """
     for each in configured:
         if class_name(each) == kind:
             return each
-    chosen = _loaded(kind, LRScheduler)
-    return chosen.__new__(chosen)
+    raise _not_configured(kind)
 
 
-def _loaded(kind: str, base: type) -> Any:
-    """The class of this name that this process has loaded, the latest if there are several."""
-    for each in reversed(subclasses(base)):
-        if class_name(each) == kind:
-            return each
-    raise LookupError(
-        f"{kind} is a class that only workers know; define it at a module's top level"
+def _not_configured(kind: str) -> LookupError:
+    return LookupError(
+        f"configure_optimizers makes no {kind}, which training has put into the trainer; make it "
+        "there, or in __init__"
     )
 
 

@@ -111,7 +111,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-CHANGES = ("grown", "shrunk", "replaced", "bound")
+CHANGES = ("grown", "shrunk")
 CELLS = [
     (change, ends, name, workers, kind)
     for change in CHANGES
@@ -124,10 +124,8 @@ CELLS = [
 ]
 CHOSEN = [
     ("grown", False, "hybrid", 1, "automatic"),
-    ("replaced", False, "async", 3, "automatic"),
-    ("bound", True, "synchronous", 2, "manual"),
+    ("grown", True, "synchronous", 2, "manual"),
     ("shrunk", False, "k_async", 1, "manual"),
-    ("replaced", True, "hogwild", 3, "automatic"),
 ]
 
 
@@ -135,7 +133,7 @@ CHOSEN = [
 @pytest.mark.parametrize(
     ("change", "ends", "strategy", "workers", "kind"), by_default(CELLS, *CHOSEN)
 )
-def test_what_training_has_put_into_the_trainer_is_there(
+def test_optimizers_and_schedules_are_those_that_training_has_left(
     change: str, ends: bool, strategy: str, workers: int, kind: str, tmp_path: Path
 ) -> None:
     module = partial(ByHand if kind == "manual" else Changing, change, ends)
@@ -156,36 +154,10 @@ def test_what_training_has_put_into_the_trainer_is_there(
         config.scheduler.step()
 
 
-class Mine(torch.optim.SGD):
-    """Needs a learning rate."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-
-
-class Putting(Regression):
-    """Puts an optimizer into the trainer, of a class that the calling process knows or does not."""
-
-    def __init__(self, known: bool) -> None:
-        super().__init__()
-        self.known = known
-
-    def on_train_epoch_end(self) -> None:
-        class Unknown(Mine):
-            pass
-
-        if self.current_epoch == 1:
-            made = (Mine if self.known else Unknown)(self.parameters(), 0.02)
-            self.trainer.strategy.optimizers = [made]
-
-
-def test_a_class_that_needs_arguments_gets_them() -> None:
-    _, trainer = fit("hybrid", 1, 4, partial(Putting, True), max_epochs=2)
-    (optimizer,) = trainer.optimizers
-    assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (Mine, 0.02)
-
-
-def test_a_class_that_only_workers_know_is_named() -> None:
-    _, trainer = fit("hybrid", 1, 4, partial(Putting, False), max_epochs=2)
-    with pytest.warns(UserWarning, match="Unknown is a class that only workers know"):
+@pytest.mark.parametrize(("change", "kind"), [("replaced", "RMSprop"), ("bound", "Adagrad")])
+def test_an_optimizer_that_configure_optimizers_does_not_make_is_named(
+    change: str, kind: str
+) -> None:
+    _, trainer = fit("hybrid", 1, 4, partial(Changing, change), max_epochs=2)
+    with pytest.warns(UserWarning, match=f"configure_optimizers makes no .*{kind}"):
         assert trainer.optimizers == []
