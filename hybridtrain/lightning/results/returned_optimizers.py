@@ -3,8 +3,8 @@
 Those that the caller has made and handed to the module, a layer or a callback take their trained
 states over; so do those that ``configure_optimizers`` makes or finds, which is called for them when
 training has ended. Training may have added parameter groups (``BaseFinetuning``), so worker 0 sends
-beside each state the name of the class and, of an optimizer, the names of its parameters. Classes
-that ``configure_optimizers`` does not make do not come home.
+beside each state the name of the class and, of an optimizer, the names of its parameters.
+Optimizers of classes that ``configure_optimizers`` does not make do not come home.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from hybridtrain.engine.updates.serialize import subclasses
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.lightning.results.returned_training import made_or_none
 from hybridtrain.lightning.run_context import strategy_of
@@ -156,7 +158,10 @@ class TrainedOptimizers:
             alike = [pair for pair in waiting if pair[0] == form]
             alike += [pair for pair in waiting if pair[0].kind == form.kind]
             if not alike:
-                raise _not_configured(form.kind)
+                raise LookupError(
+                    f"configure_optimizers makes no {form.kind}, which training has put into the "
+                    "trainer; make it there, or in __init__"
+                )
             waiting.remove(alike[0])
             _restore(alike[0][1], form, state, module)
             yield alike[0][1]
@@ -188,21 +193,18 @@ def _restore(
 
 
 def _scheduler(kind: str, configured: Sequence[Any]) -> Any:
-    """The configured scheduler of this class, whose state is loaded next.
+    """The configured scheduler if it is of this class, or a new one, without state.
 
-    Raises:
-        LookupError: if there is none.
+    ``StochasticWeightAveraging`` puts its own into the trainer.
     """
     for each in configured:
         if class_name(each) == kind:
             return each
-    raise _not_configured(kind)
-
-
-def _not_configured(kind: str) -> LookupError:
-    return LookupError(
-        f"configure_optimizers makes no {kind}, which training has put into the trainer; make it "
-        "there, or in __init__"
+    known: list[Any] = [each for each in subclasses(LRScheduler) if class_name(each) == kind]
+    if known:  # the latest of its name
+        return known[-1].__new__(known[-1])
+    raise LookupError(
+        f"{kind} is a class that only workers know; define it at a module's top level"
     )
 
 
