@@ -71,7 +71,7 @@ NEVER = {
 IN_LIGHTNING = (
     "hooks",
     *("collectives", "device_memory", "worker_context", "run_context", "run_setup"),
-    *("update_count", "step_profiler", "sync_batchnorm"),
+    *("update_count", "due_steps", "step_profiler", "sync_batchnorm"),
     "states",
     "checkpointing",
     "data",

@@ -98,7 +98,6 @@ def test_a_listener_that_is_not_listed_is_refused() -> None:
 
 # Attributes that are set outside of the folder, though some method of Lightning's has their name.
 OTHERS = {
-    ("lightning/async_training/counting.py", "trainer"): "of our own count of rows",
     ("lightning/checkpointing/checkpoint_writing.py", "checkpoint_io"): "Lightning's own setter",
     ("lightning/failover/lost_samples.py", "fetched"): "a count of mini-batches",
     ("lightning/failover/lost_samples.py", "is_last_batch"): "a value of Lightning's progress",

@@ -17,8 +17,8 @@ from typing import Any
 
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochIsOver
-from hybridtrain.lightning.checkpointing.saved_multiples import multiples_of
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.due_steps import files_of
 from hybridtrain.lightning.hooks.loop_hooks import (
     has_ended_epoch,
     logged_step,
@@ -111,8 +111,8 @@ def know_the_files(trainer: Any, collectives: Collectives) -> None:
     """All meet and take over the ``ModelCheckpoint`` states of worker 0, or the first not lost."""
     callbacks = checkpoints_of(trainer)
     module = trainer.lightning_module
-    mine = [(standing_of(each, module), vars(multiples_of(each))) for each in callbacks]
+    mine = [(standing_of(each, module), files_of(each).since) for each in callbacks]
     for callback, known in zip(callbacks, collectives.broadcast(mine, 0), strict=True):
         state, since = known
         give_state(callback, module, state)
-        vars(multiples_of(callback)).update(since)
+        files_of(callback).reach(since)

@@ -24,6 +24,7 @@ from torch import Tensor
 from hybridtrain.engine.protocol.messages import ScheduleCall
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
+from hybridtrain.lightning.due_steps import DueCalls, Every
 from hybridtrain.lightning.hooks.loop_hooks import training_results
 from hybridtrain.lightning.hooks.points import Point, instead_in
 from hybridtrain.lightning.update_count import (
@@ -34,15 +35,6 @@ from hybridtrain.lightning.update_count import (
 )
 
 Step = Callable[..., Any]
-
-
-class Due(int):
-    """A ``frequency`` of mini-batches that is reached where this worker may call for an update."""
-
-    updates: tuple[int, ...] = ()
-
-    def __rmod__(self, batches: int) -> int:
-        return 0 if self.updates else 1
 
 
 class CallsByHand:
@@ -60,7 +52,7 @@ class CallsByHand:
         self._manual = not trainer.lightning_module.automatic_optimization
         self._together = True  # all workers make the current calls
         self._steps: dict[int, Step] = {}  # by the number of the scheduler
-        self._due: dict[int, Due] = {}  # of those that Lightning steps with a metric
+        self._due: dict[int, DueCalls] = {}  # of those that Lightning steps with a metric
         # Up to here this worker has looked for updates that are due.
         self._seen = client.steps.version
         alone = client.n_workers == 1 or own
@@ -70,7 +62,8 @@ class CallsByHand:
                 call = partial(self.call, number)
                 self._steps[number] = instead_in(Point.SCHEDULER_STEP, config.scheduler, call)
             if by_step and not self._manual:
-                config.frequency = self._due[number] = Due(config.frequency)
+                self._due[number] = DueCalls(config.frequency)
+                config.frequency = Every.by(self._due[number])
         client.listeners.on_calls(self._take)
 
     def begin_batch(self) -> None:
@@ -105,7 +98,7 @@ class CallsByHand:
         self._client.pushes.settle()
         before, now = self._seen, self._client.steps.version
         for due in self._due.values():
-            due.updates = updates_due(self._trainer, int(due), before, now, batches)
+            due.find(updates_due(self._trainer, due.every, before, now, batches))
         self.pass_over()
         names = {each.meta.name for each in training_results(self._trainer).values()}
         metrics, module = self._trainer.callback_metrics, self._trainer.lightning_module
@@ -118,8 +111,7 @@ class CallsByHand:
         """User code has called ``step`` of this worker's scheduler."""
         step, sent = self._steps[number], apply_to_collection((args, options), Tensor, Tensor.item)
         if number in self._due:
-            updates, self._due[number].updates = self._due[number].updates, ()
-            self._client.schedule_calls.add((number, *sent, updates))
+            self._client.schedule_calls.add((number, *sent, self._due[number].pop()))
             self._client.stats()  # its answer comes after the call, if the server lets that through
             return None
         if self._together or self._expected.asked_for_end:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridtrain.lightning.async_training.calls_by_hand import CallsByHand, Step
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
+from hybridtrain.lightning.due_steps import DueRows, Every
 from hybridtrain.lightning.hooks.loop_hooks import (
     accumulates,
     hook_ends_epoch,
@@ -21,7 +22,6 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.update_count import (
-    multiples,
     scheduled_steps,
     set_global_step,
     step_schedulers,
@@ -30,41 +30,6 @@ from hybridtrain.lightning.worker_context import WorkerContext
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.participation.absent_steps import Absence
-
-
-class LogEvery(int):
-    """A ``log_every_n_steps``: a worker's first step at or after a multiple counts as one.
-
-    In a mini-batch that has not stepped the number of its update is not known. A callback that asks
-    there (``LearningRateMonitor``) gets the first mini-batch that can make a multiple or has begun
-    after it.
-    """
-
-    trainer: Any
-    before = 0  # the last step that may have had a row
-    begun_before = 0  # the least step that the last mini-batch could have made
-    begun = 0  # the same of this one
-    stepped = False  # this one
-
-    def __rmod__(self, step: int) -> int:
-        if not self.trainer.training:  # an evaluation counts its own mini-batches
-            return step % int(self)
-        span = (self.before, step) if self.stepped else (self.begun_before, self.begun)
-        return 0 if multiples(int(self), *span) > 0 else 1
-
-    def begin(self, step: int) -> None:
-        """A mini-batch begins that makes at least this step."""
-        self.begun = max(self.begun, step)
-
-    def end(self, step: int) -> None:
-        """The mini-batch has made this step."""
-        self.before, self.begun_before = max(self.before, step), self.begun
-        self.stepped = False
-
-    def pass_over(self, step: int) -> None:
-        """Leave rows up to this step to another worker."""
-        self.begin(step)
-        self.end(step)
 
 
 class UpdateCount:
@@ -96,11 +61,10 @@ class UpdateCount:
         # With manual optimization Lightning counts mini-batches, of any number of steps.
         self._numbers_rows = self._automatic or client.n_workers > 1
         self._made, self._counted = client.steps.version, True  # the last step; by Lightning, too
-        self._every = LogEvery(trainer.log_every_n_steps)
-        self._every.trainer = trainer
+        self._rows = DueRows(trainer)
         if self._numbers_rows and trainer.loggers:
-            trainer.log_every_n_steps = self._every
-        self._every.pass_over(client.steps.version)
+            trainer.log_every_n_steps = Every.by(self._rows)
+        self._rows.pass_over(client.steps.version)
 
     def reach(self, version: int) -> None:
         """Count up to ``version``, which is that of this worker's parameters."""
@@ -113,13 +77,13 @@ class UpdateCount:
     def join(self, version: int) -> None:
         """As ``reach``, in a restarted worker: another worker has logged meanwhile."""
         self.reach(version)
-        self._every.pass_over(version)
+        self._rows.pass_over(version)
         self.by_hand.pass_over()
 
     def begin_batch(self) -> None:
         """A mini-batch begins, with the parameters that this worker has now."""
         self._number_rows()  # a dropped one has left the number of the last update
-        self._every.begin(logged_step(self._trainer) + 1)
+        self._rows.begin(logged_step(self._trainer) + 1)
 
     def begin_rows(self) -> None:
         """Give the next rows the number of the last update, which Lightning has not counted."""
@@ -135,13 +99,13 @@ class UpdateCount:
                     self._client.pushes.settle()
                 self._step_own(proceed) if self._own else self._catch_up()
                 self._made, self._counted = self._client.steps.expected_version, False
-                self._every.stepped = True
+                self._rows.has_stepped()
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
         proceed(interval, update_plateau_schedulers)
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True
-            self._every.end(self._made)
+            self._rows.end(self._made)
 
     def _skips_rest(self) -> bool:
         """``on_train_batch_start`` has returned -1: an epoch ends, and no update was made.
@@ -158,7 +122,7 @@ class UpdateCount:
     def _must_be_exact(self) -> bool:
         """Whether a logger or scheduler needs the update's number before the release brings it."""
         now, schedules = self._client.steps.expected_version, self._trainer.lr_scheduler_configs
-        logs = self._trainer.loggers and multiples(int(self._every), self._every.before, now) > 0
+        logs = self._trainer.loggers and self._rows.are_due_up_to(now)
         follow = any(config.interval == "step" for config in schedules) and not self._own
         return bool(logs) or follow
 

@@ -19,7 +19,7 @@ from hybridtrain.engine.memory.scratch_file import Scratch
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_content import Restoration
 from hybridtrain.lightning.checkpointing.checkpoint_io import Unsaved, WholeCheckpointIO, heard
-from hybridtrain.lightning.checkpointing.saved_multiples import OneUpdate, count_all_updates
+from hybridtrain.lightning.checkpointing.saved_multiples import OneUpdate, save_by_all_updates
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import (
@@ -151,7 +151,7 @@ class CheckpointWriting:
         if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
             around(Point.CHECKPOINT_HOOKS, callback, save_whole_steps)
         if self._counts_all:
-            count_all_updates(callback, self._one_update)
+            save_by_all_updates(callback, self._one_update)
         writer = checkpoint_plugin(strategy_of(trainer))
         if not isinstance(writer, WholeCheckpointIO):
             return

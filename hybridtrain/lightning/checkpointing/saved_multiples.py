@@ -13,28 +13,8 @@ from typing import Any
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 
+from hybridtrain.lightning.due_steps import DueFiles, count_all_updates
 from hybridtrain.lightning.hooks.points import Point, around
-from hybridtrain.lightning.hooks.trainer_hooks import save_every, saves_every
-from hybridtrain.lightning.update_count import multiples
-
-
-class Multiples(int):
-    """An ``every_n_train_steps`` without remainder for the first step at or after a multiple."""
-
-    since = 0  # the last step that was divided
-
-    def begin(self, proceed: Callable[..., None], trainer: Any, module: Any) -> None:
-        """Training begins: multiples up to now do not count."""
-        self.since = trainer.global_step
-        proceed(trainer, module)
-
-    def reach(self, step: int) -> None:
-        """Other workers may have come to this step."""
-        self.since = step
-
-    def __rmod__(self, step: int) -> int:
-        before, self.since = self.since, step
-        return 0 if multiples(int(self), before, step) > 0 else 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +34,7 @@ class OneUpdate:
 class SavedMultiples:
     """Runs the hooks of a callback that counts updates of all workers."""
 
-    every: Multiples
+    every: DueFiles
     one_update: OneUpdate
 
     def save(self, proceed: Callable[..., None], trainer: Any, *args: Any) -> None:
@@ -63,15 +43,8 @@ class SavedMultiples:
         self.every.reach(trainer.global_step)
 
 
-def count_all_updates(callback: ModelCheckpoint, one_update: OneUpdate) -> None:
+def save_by_all_updates(callback: ModelCheckpoint, one_update: OneUpdate) -> None:
     """Let the callback count updates of all workers."""
-    every = Multiples(saves_every(callback))
-    save_every(callback, every)
+    every = count_all_updates(callback)
     around(Point.CHECKPOINT_START, callback, every.begin)
     around(Point.CHECKPOINT_HOOKS, callback, SavedMultiples(every, one_update).save)
-
-
-def multiples_of(callback: ModelCheckpoint) -> Multiples:
-    """The callback's, or an unused one if the callback was added during the run."""
-    every = saves_every(callback)
-    return every if isinstance(every, Multiples) else Multiples(every)

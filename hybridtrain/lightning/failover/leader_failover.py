@@ -13,8 +13,8 @@ from pytorch_lightning.callbacks import ProgressBar
 
 from hybridtrain.engine.worker.surroundings import Listeners
 from hybridtrain.engine.worker.worker_group import WorkerGroup
-from hybridtrain.lightning.async_training.counting import LogEvery
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.due_steps import rows_of
 from hybridtrain.lightning.states.logger_state import identity, keep_rows
 
 
@@ -53,8 +53,8 @@ class LeaderFailover:
         trainer = self._trainer
         for logger in trainer.loggers:
             keep_rows(logger)
-        if isinstance(trainer.log_every_n_steps, LogEvery):
-            trainer.log_every_n_steps.pass_over(self._group.lost_at)
+        if (rows := rows_of(trainer)) is not None:
+            rows.pass_over(self._group.lost_at)
         for callback in trainer.callbacks:
             if isinstance(callback, ProgressBar):
                 callback.enable()

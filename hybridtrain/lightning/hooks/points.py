@@ -75,7 +75,7 @@ class Point(Enum):
     # prediction loop
     PREDICTION_STEP = "_predict_step", "only_the_end"
     # ModelCheckpoint
-    CHECKPOINT_START = "on_train_start", "Multiples.begin"
+    CHECKPOINT_START = "on_train_start", "DueFiles.begin"
     CHECKPOINT_HOOKS = "on_train_batch_end on_exception", "save_whole_steps SavedMultiples.save"
     CHECKPOINT_DECISION = "_monitor_candidates", "HybridStrategy.decide_on_checkpoint"
     CHECKPOINT_SEARCH = "_find_last_checkpoints", "find_whole"
