@@ -347,8 +347,8 @@ class EpochSampler(Sampler[int]):
         drawn = unseen.get(LoaderPass(self.number, self.epoch, lap))
         if drawn is not None:
             return lap, batches, drawn
-        rest, left = split(spans, done)[1], self.left_by(self._client.group.gone)
-        return lap, batches, merged([*without(left, rest), *rest]) if left else rest
+        rest, remaining = split(spans, done)[1], self.left_by(self._client.group.gone)
+        return lap, batches, merged([*without(remaining, rest), *rest]) if remaining else rest
 
 
 class ShareSampler(EpochSampler):
@@ -380,14 +380,14 @@ class ShareSampler(EpochSampler):
         return shares_of(self._sizes)[self.crew.index(worker)]
 
     def left_by(self, gone: Sequence[Gone]) -> Spans:
-        left: list[int] = []
+        remaining: list[int] = []
         for each in gone:
             if each.worker in self.crew and self._iterated == self.epoch:
                 done = max([n for version, n in self._steps if version <= each.version], default=0)
                 n_before = max(done - self._before, 0)
                 shares = list(self._shares(len(self._positions), each.worker))[n_before:]
-                left += [self._positions[place] for share in shares for place in share]
-        return merged((position, position + 1) for position in left)
+                remaining += [self._positions[place] for share in shares for place in share]
+        return merged((position, position + 1) for position in remaining)
 
     def go_on(
         self, crew: tuple[int, ...], spans: Spans, place: tuple[int, int] | None = None

@@ -364,10 +364,10 @@ class Worker:
         self._client.heartbeat.beat(Doing.EPOCH)
         self._client.gather("the end of an epoch", None)
         self._has_asked &= not self._wants.evaluates  # the next pass is at another point
-        left = sampler.left_by(self._client.group.gone) if remembers else ()
-        if not (left or self._client.group.left):
+        remaining = sampler.left_by(self._client.group.gone) if remembers else ()
+        if not (remaining or self._client.group.remaining):
             return False
-        sampler.go_on(self._client.group.there, left)
+        sampler.go_on(self._client.group.there, remaining)
         return True
 
     def _end_epoch(self, sampler: EpochSampler) -> None:

@@ -106,7 +106,7 @@ class FreeRun:
             while left:
                 yield from self._pass(worker, me, turn)
                 yield Gather("decision", b"")
-                left = (yield Gather("who is there", b"")).left
+                left = (yield Gather("who is there", b"")).remaining
                 if left:
                     yield Gather("whether to make it up", b"")
                 turn = 0

@@ -144,7 +144,7 @@ class Model:
         there = [mortal for mortal in self.mortals if mortal.state == "there"]
         if any(mortal.waits != "end" for mortal in there):
             return []
-        left = self.server.membership.left
+        left = self.server.membership.remaining
         return [lambda: [self.resume(mortal, left) for mortal in there]]
 
     def _pass_time(self, idle: bool) -> None:

@@ -32,7 +32,7 @@ def test_the_worker_that_saves_leads_whatever_its_number() -> None:
 @pytest.mark.parametrize(("solo", "place"), [(False, 1), (True, 0)], ids=["all meet", "alone"])
 def test_an_item_has_the_place_of_its_worker_among_those_that_met(solo: bool, place: int) -> None:
     group = WorkerGroup(2, 3)
-    group.meet((0, 2), left=False)
+    group.meet((0, 2), remaining=False)
     if solo:
         group.go_alone()
     assert group.place == place

@@ -309,7 +309,7 @@ class Compressor:
 
     def __init__(self, codec: Codec | None) -> None:
         self._codec = codec
-        self._left: dict[int, torch.Tensor] = {}  # by the parameter's place -> (n,)
+        self._residuals: dict[int, torch.Tensor] = {}  # by the parameter's place -> (n,)
 
     def offer(
         self, values: Sequence[torch.Tensor | None], weight: float, fetch: bool = True
@@ -349,23 +349,23 @@ class Compressor:
             sent = torch.empty_like(due, dtype=first.dtype)
             codec.decode(encoded, sent.view(shape))
             sizes = [len(flat) for flat in flats.values()]
-            self._left.update(zip(flats, due.sub_(sent).split(sizes), strict=True))
+            self._residuals.update(zip(flats, due.sub_(sent).split(sizes), strict=True))
         return encoded
 
     def _due(self, codec: Codec, number: int, flat: torch.Tensor) -> torch.Tensor:
         """The tensor and its earlier error: (n,), new memory if an error will be kept."""
-        left, decay = self._left.get(number), codec.error_decay
-        if left is not None and decay is not None:
-            return left.mul_(decay).add_(flat)
+        residual, decay = self._residuals.get(number), codec.error_decay
+        if residual is not None and decay is not None:
+            return residual.mul_(decay).add_(flat)
         return flat.to(working(flat.dtype), copy=decay is not None)
 
     def state(self) -> dict[int, torch.Tensor]:
         """The errors, each (n,), by the parameter's place in the optimizer."""
-        return {number: left.clone() for number, left in self._left.items()}
+        return {number: residual.clone() for number, residual in self._residuals.items()}
 
     def load_state(self, state: Mapping[int, torch.Tensor]) -> None:
         """Go on with what :meth:`state` has returned."""
-        self._left = {number: left.clone() for number, left in state.items()}
+        self._residuals = {number: residual.clone() for number, residual in state.items()}
 
 
 def decode(

@@ -472,12 +472,12 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """All payloads, in the order of ``workers``; ``left``: lost workers left mini-batches.
+    """All payloads, in the order of ``workers``; ``remaining``: lost workers left mini-batches.
     ``join``: there was no meeting; a patient worker must join a "round" or "meeting" first."""
 
     payloads: tuple[bytes, ...]
     workers: tuple[int, ...]
-    left: bool = False
+    remaining: bool = False
     join: str = ""
 
 

@@ -33,11 +33,11 @@ def split(spans: Iterable[Span], n: int) -> tuple[Spans, Spans]:
 
 def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
     """``spans`` without the positions of ``taken``, in their order."""
-    left = list(spans)
+    remaining = list(spans)
     for begin, end in taken:
-        parts = [((a, min(b, begin)), (max(a, end), b)) for a, b in left]
-        left = [(a, b) for pair in parts for a, b in pair if b > a]
-    return tuple(left)
+        parts = [((a, min(b, begin)), (max(a, end), b)) for a, b in remaining]
+        remaining = [(a, b) for pair in parts for a, b in pair if b > a]
+    return tuple(remaining)
 
 
 def common(spans: Iterable[Span], others: Iterable[Span]) -> Spans:

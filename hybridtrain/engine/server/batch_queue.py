@@ -62,16 +62,16 @@ class _Shards:
     visited: Counter[int] = field(default_factory=Counter)
     kept: dict[int, Spans] = field(default_factory=dict)  # each worker's visit, drawn or not
 
-    def offer(self, worker: int, request: Draw, left: Spans) -> Spans:
+    def offer(self, worker: int, request: Draw, remaining: Spans) -> Spans:
         """All positions left: those of the worker's visit first, of the others' visits last."""
-        own = common(self.kept.get(worker, ()), left)
-        free = left
+        own = common(self.kept.get(worker, ()), remaining)
+        free = remaining
         for other, spans in self.kept.items():
             free = free if other == worker else without(free, spans)
         if not own:
             own = self.kept[worker] = self._visit(worker, request, free)
         begun = (*own, *without(free, own))
-        return (*begun, *without(left, begun))
+        return (*begun, *without(remaining, begun))
 
     def _visit(self, worker: int, request: Draw, free: Spans) -> Spans:
         """The next mini-batches of the least visited shard that has some."""
@@ -135,7 +135,7 @@ class _Pass:
     shards: _Shards = field(default_factory=_Shards)
 
     def __post_init__(self) -> None:
-        self.left = self.spans  # not drawn
+        self.remaining = self.spans  # not drawn
 
     def is_like(self, request: Draw) -> bool:
         """Whether the request is for the same pass over another loader of the same kind."""
@@ -151,8 +151,10 @@ class _Pass:
     def offer(self, worker: int, request: Draw) -> Spans:
         """The positions that the worker could draw, the next ones first."""
         if request.visits is not None:
-            return self.shards.offer(worker, request, self.left)
-        return self._positions_of_turn(worker, request) if request.batches_per_turn else self.left
+            return self.shards.offer(worker, request, self.remaining)
+        return (
+            self._positions_of_turn(worker, request) if request.batches_per_turn else self.remaining
+        )
 
     def _positions_of_turn(self, worker: int, request: Draw) -> Spans:
         """The worker's dealt positions that none has drawn, enough for a mini-batch, or all."""
@@ -161,7 +163,7 @@ class _Pass:
             rest = split(self.spans, _turn_start(worker, request, self.dealt[worker]))[1]
             if not rest:
                 break
-            fresh = common(split(rest, size)[0], self.left)
+            fresh = common(split(rest, size)[0], self.remaining)
             found, n = [*found, *fresh], n + total(fresh)
             # A part of the last one may remain for the next draw.
             self.dealt[worker] += n <= size
@@ -170,7 +172,7 @@ class _Pass:
     def take(self, worker: int, offered: Spans, n: int) -> Spans:
         """Draw the first ``n`` positions of the worker's offer."""
         drawn, rest = split(offered, n)
-        self.left = rest if offered is self.left else without(self.left, drawn)
+        self.remaining = rest if offered is self.remaining else without(self.remaining, drawn)
         self.drawn.setdefault(worker, []).append(drawn)
         return drawn
 
@@ -178,7 +180,7 @@ class _Pass:
         """Draw what the worker has drawn from another loader in the same step."""
         self.served.add(worker)
         for spans in (ticket.spans, *ticket.more) if ticket.counts and ticket.spans else ():
-            self.left = without(self.left, spans)
+            self.remaining = without(self.remaining, spans)
             self.drawn.setdefault(worker, []).append(spans)
         if not ticket.counts or total(ticket.spans) < self.request.sizes[worker]:
             self.ended.add(worker)
@@ -191,12 +193,12 @@ class _Pass:
         if request.most == 1 or request.limited or not self.done[worker]:
             return ()
         size, share = request.sizes[worker], self.done[worker] / self.n_done
-        n = min(request.most - 1, int(total(self.left) * share / (_PLENTY * size)))
+        n = min(request.most - 1, int(total(self.remaining) * share / (_PLENTY * size)))
         return tuple(self.take(worker, self.offer(worker, request), size) for _ in range(n))
 
     def near_its_end(self, worker: int, n: int) -> bool:
         """Whether the others might finish sooner: a cheap check before ``others_are_sooner``."""
-        return (self.held(worker) + n) * self.n_done > total(self.left) * self.done[worker]
+        return (self.held(worker) + n) * self.n_done > total(self.remaining) * self.done[worker]
 
     def others_are_sooner(self, worker: int, n: int, others: set[int], request: Draw) -> bool:
         """Whether the others finish everything before this worker finishes ``n`` more positions.
@@ -208,12 +210,12 @@ class _Pass:
             return False
         own = (self.held(worker) + n) / self.done[worker]
         last = max(request.sizes[other] / self.done[other] for other in others)
-        rest = total(self.left) + sum(map(self.held, others))
+        rest = total(self.remaining) + sum(map(self.held, others))
         return end_sooner(own, rest, speeds, last)
 
     def suffices(self, worker: int) -> bool:
         """Whether the worker can draw from what is left."""
-        return total(self.left) >= self.least(self.request.sizes[worker : worker + 1])
+        return total(self.remaining) >= self.least(self.request.sizes[worker : worker + 1])
 
     def held(self, worker: int) -> int:
         """The number of positions that the worker has drawn and not done yet."""
@@ -282,7 +284,7 @@ class _Pass:
         gone = [*self.drawn.pop(worker, []), *self.claimed.pop(worker, [])]
         undone = [span for spans in gone if spans not in self.doubled for span in spans]
         self.doubled.difference_update(gone)
-        self.left = merged([*self.left, *undone])
+        self.remaining = merged([*self.remaining, *undone])
         self._forget(worker)
 
     def _forget(self, worker: int) -> None:
@@ -295,7 +297,7 @@ class _Pass:
     def unseen(self) -> Spans:
         """The positions that no update covers yet."""
         held = [*self.drawn.values(), *self.claimed.values()]
-        return merged([*self.left, *[s for each in held for spans in each for s in spans]])
+        return merged([*self.remaining, *[s for each in held for spans in each for s in spans]])
 
 
 @dataclass
@@ -472,7 +474,7 @@ class BatchQueue:
     def give_back(self, worker: int, covers: tuple[DrawnBatch, ...]) -> None:
         """Return these mini-batches to the queue, for any worker."""
         for one, spans in self._known(covers):
-            one.left = merged([*one.left, *spans])
+            one.remaining = merged([*one.remaining, *spans])
         self.settle(worker, covers)  # dropped work counts for the worker's speed
 
     def lost(self, worker: int) -> float:
@@ -503,10 +505,10 @@ class BatchQueue:
     def unseen(self) -> dict[LoaderPass, Spans]:
         """The positions of each pass that no update covers, for a checkpoint."""
         self._settle_made()
-        left = {lap: one.unseen() for lap, one in self._passes.items()}
+        remaining = {lap: one.unseen() for lap, one in self._passes.items()}
         for cover in [cover for worker in self.members for cover in self.untold(worker)]:
-            left[cover.lap] = without(left[cover.lap], cover.spans)
-        return left
+            remaining[cover.lap] = without(remaining[cover.lap], cover.spans)
+        return remaining
 
 
 def _turn_start(worker: int, request: Draw, number: int) -> int:

@@ -87,7 +87,7 @@ class Membership:
         self.joining.discard(worker)
 
     @property
-    def left(self) -> bool:
+    def remaining(self) -> bool:
         """Whether lost workers have left mini-batches in the queue."""
         return self._some_left and self.queue.has_left(self.members - self.missing)
 

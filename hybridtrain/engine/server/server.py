@@ -278,10 +278,10 @@ class ParameterServer:
         if updates:
             made = self._updates_called_for.setdefault(number, deque(maxlen=_CALLS))
             oldest = min(made) if len(made) == _CALLS else -1
-            left = [u for u in (updates[-1], *updates) if u > oldest and u not in made]
-            if not left:
+            remaining = [u for u in (updates[-1], *updates) if u > oldest and u not in made]
+            if not remaining:
                 return
-            made.append(left[0])
+            made.append(remaining[0])
             workers = self._members
         for each in workers:
             self._schedule_calls.setdefault(each, []).append(call)
@@ -448,7 +448,7 @@ class ParameterServer:
         match requests[0]:
             case Gather():
                 payloads = tuple(r.payload for r in requests if isinstance(r, Gather))
-                return Gathered(payloads, tuple(workers), self.membership.left)
+                return Gathered(payloads, tuple(workers), self.membership.remaining)
             case Share():
                 shares = [r for r in requests if isinstance(r, Share)]
                 by_worker = dict(zip(workers, shares, strict=True))

@@ -245,14 +245,14 @@ class GradientStep(WorkerStep):
         encoder = self._replica.encoder
         if encoder is None:
             return {}
-        left = encoder.state(self.numbers)
-        residuals = {place: left[n] for place, n in enumerate(self.numbers) if n in left}
+        known = encoder.state(self.numbers)
+        residuals = {place: known[n] for place, n in enumerate(self.numbers) if n in known}
         return {"exchange": {RESIDUALS: residuals}}
 
     def load_own_state(self, saved: Mapping[str, Any]) -> None:
         if (encoder := self._replica.encoder) is not None:
-            left = saved["exchange"].get(RESIDUALS, {})
-            encoder.load_state({self.numbers[place]: each for place, each in left.items()})
+            residuals = saved["exchange"].get(RESIDUALS, {})
+            encoder.load_state({self.numbers[place]: each for place, each in residuals.items()})
 
     def timed(self) -> list[tuple[Phase, object, str, str]]:
         return [(Phase.PUSH, self, "_offer", "push")]

@@ -159,7 +159,7 @@ class Client:
         request = Gather(tag, pickled(item), **kind)
         while (reply := self._requests.ask(request, Gathered)[0]).join:
             self.listeners.come(reply.join)
-        self.group.meet(reply.workers, reply.left)
+        self.group.meet(reply.workers, reply.remaining)
         # From another worker, over inherited sockets and between hosts over authenticated ones.
         return [pickle.loads(each) for each in reply.payloads]
 

@@ -48,7 +48,7 @@ class RowEncoder:
 
     def state(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
         """Residuals of these parameters (values not sent so far), 1-D, by slot number."""
-        return {n: left for n, left in self._compressor.state().items() if n in numbers}
+        return {n: residual for n, residual in self._compressor.state().items() if n in numbers}
 
     def load_state(self, state: Mapping[int, torch.Tensor]) -> None:
         """Go on with what :meth:`state` has returned, of one optimizer."""

@@ -19,7 +19,7 @@ class WorkerGroup:
         self.is_saver = False  # acts as the leader, whatever its number
         self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
         self.gone: list[Gone] = []  # for good
-        self.left = False  # lost workers left mini-batches in the queue
+        self.remaining = False  # lost workers left mini-batches in the queue
         self.away: set[int] = set()  # to be restarted
         self.lost_at = 0  # version at the last loss
         self.joins = False  # restarted, and without a step so far
@@ -59,9 +59,9 @@ class WorkerGroup:
         """The server has chosen who saves: that worker acts as the leader."""
         self.is_saver = is_saver
 
-    def meet(self, workers: tuple[int, ...], left: bool) -> None:
-        """These workers have met. ``left``: lost workers left mini-batches in the queue."""
-        self.met, self.left = workers, left
+    def meet(self, workers: tuple[int, ...], remaining: bool) -> None:
+        """These workers have met. ``remaining``: lost workers left mini-batches in the queue."""
+        self.met, self.remaining = workers, remaining
 
     def lose(self, notice: Gone) -> None:
         """A worker is lost, for good or until it is restarted."""

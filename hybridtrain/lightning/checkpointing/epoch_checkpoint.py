@@ -145,9 +145,9 @@ class EpochCheckpoint:
             ended = rest["loaders"] and (ended or rest["batches"] >= limit)
             met = self._position.state is EpochState.OVER
             return ended and not met and rest["together"] < limit * self._client.n_workers
-        left = any(sampler.left_by(self._client.group.gone) for sampler in self._samplers)
-        any_left = any(loader["spans"] for loader in rest["loaders"])
-        return ended and any_left and (left or not self._requirements.whole_rounds)
+        remaining = any(sampler.left_by(self._client.group.gone) for sampler in self._samplers)
+        any_remaining = any(loader["spans"] for loader in rest["loaders"])
+        return ended and any_remaining and (remaining or not self._requirements.whole_rounds)
 
     # ---- RNG states -----------------------------------------------------------------------------
 

@@ -86,12 +86,12 @@ def rest_of(
     source, indices, sizes = sampler.source, None, None
     if not isinstance(source, Seeded):  # it cannot be drawn again
         order = sampler.order or source(sampler.epoch)
-        left: list[Any] = [order[p] for p in positions(spans)]
-        spans = ((0, len(left)),)
-        if left and not isinstance(left[0], int):
-            sizes = [len(batch) for batch in left]
-            left = [index for batch in left for index in batch]
-        indices = torch.tensor(left, dtype=torch.int64)
+        remaining: list[Any] = [order[p] for p in positions(spans)]
+        spans = ((0, len(remaining)),)
+        if remaining and not isinstance(remaining[0], int):
+            sizes = [len(batch) for batch in remaining]
+            remaining = [index for batch in remaining for index in batch]
+        indices = torch.tensor(remaining, dtype=torch.int64)
     return {
         "lap": lap,
         "batches": batches,

@@ -120,12 +120,12 @@ class LostSampleRedistribution:
             return
         client, samplers = self._client, self._loaders.samplers
         client.gather("who is there", None)
-        left = [sampler.left_by(client.group.gone) for sampler in samplers]
-        if client.group.left or any(left):
+        remaining = [sampler.left_by(client.group.gone) for sampler in samplers]
+        if client.group.remaining or any(remaining):
             if all(client.gather("whether to make it up", self._can)):
-                self._go_on(left)
+                self._go_on(remaining)
                 return
-            self._complain(left)
+            self._complain(remaining)
         if not self._position.on(EpochEvent.ALL_MEET):
             return
         if self._trainer.current_epoch + 1 == self._trainer.max_epochs:
@@ -148,13 +148,13 @@ class LostSampleRedistribution:
     def _is_at_end(self) -> bool:
         return self._position.state is EpochState.AT_END
 
-    def _go_on(self, left: list[Spans]) -> None:
+    def _go_on(self, remaining: list[Spans]) -> None:
         loop, fetcher = self._trainer.fit_loop.epoch_loop, training_fetcher(self._trainer)
         if forget_group(self._trainer):  # the last step was of a smaller one: its row counts
             set_logged_step(self._trainer, logged_step(self._trainer) + 1)
         # The first loader to end may have begun another pass; it alone may count a skipped step.
         laps, batches = zip(*[sampler.place for sampler in self._loaders.samplers], strict=True)
-        spans, place = left[laps.index(min(laps))], (min(laps), max(batches))
+        spans, place = remaining[laps.index(min(laps))], (min(laps), max(batches))
         for sampler in self._loaders.samplers:
             sampler.go_on(self._client.group.there, spans, place)
         self._position.change_lengths()
@@ -164,10 +164,10 @@ class LostSampleRedistribution:
         iter(fetcher)
         fetcher.fetched += loop.batch_progress.current.ready
 
-    def _complain(self, left: list[Spans]) -> None:
+    def _complain(self, remaining: list[Spans]) -> None:
         if self._is_at_end and self._client.group.is_leader:
-            n_left = sum(map(total, left))
-            some = f"{n_left} samples" if n_left else "some samples"
+            n_remaining = sum(map(total, remaining))
+            some = f"{n_remaining} samples" if n_remaining else "some samples"
             rank_zero_warn(
                 f"{some} that workers which are gone would have done are not trained on in this "
                 "epoch: a stop, max_steps or limit_train_batches ends it, or there are loaders of "

@@ -63,13 +63,13 @@ def advance(checkpoint: dict[str, Any], steps: int, every: int) -> bool:
         return False
     ours = checkpoint[KEY]
     (loader,) = ours["loaders"]
-    left = -(-total(loader["spans"]) // loader["whole"])
-    if steps > -(-left // every):
+    remaining = -(-total(loader["spans"]) // loader["whole"])
+    if steps > -(-remaining // every):
         raise UserError(
             f"the only known state of training is {steps} updates old, and of an earlier epoch; "
             "continue from the last checkpoint"
         )
-    batches = min(steps * every, left)
+    batches = min(steps * every, remaining)
     ours["batches"] += batches
     add_to_saved_logged_step(checkpoint["loops"]["fit_loop"], steps)
     loader["batches"] += batches

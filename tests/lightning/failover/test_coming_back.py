@@ -113,7 +113,7 @@ class Meetings:
 
     def gather(self, tag: str, item: Any) -> list[Any]:
         met, brought = self.script.pop(0)
-        self.group.meet(met, left=False)
+        self.group.meet(met, remaining=False)
         return [item if each == self.worker else brought[each] for each in met]
 
 
