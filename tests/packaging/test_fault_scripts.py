@@ -39,6 +39,8 @@ def test_a_cell_complains_of_whatever_must_not_be() -> None:
         "left": ["process 7 (python)"],
     }.items():
         assert len(Row(**{**vars(fine), name: value}).complaints) == 1, name
+    in_hook = Case("hybrid", "restart", "kill", "validation")
+    assert Row(in_hook, "restarted", as_undisturbed=False).complaints == [], "it is repeated"
     report = loaded("fault_matrix").report([fine, Row(Case("hybrid", "stop", "hang", "pull"))])
     assert "| kill | push | restarted, = bits | – |" in report
     assert "| hang | pull | – | **hung: hung** |" in report and "Hung: 1." in report
