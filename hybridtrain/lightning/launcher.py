@@ -60,7 +60,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
 )
 from hybridtrain.lightning.host_memory_strategy import HostMemoryStrategy
 from hybridtrain.lightning.hosts.joining import joined, results_of, with_other_hosts
-from hybridtrain.lightning.participation.gathered_dictionaries import gather_by_keys
+from hybridtrain.lightning.participation.gathered_dictionaries import gathering_by_keys
 from hybridtrain.lightning.preflight.machine_checks import check_startup
 from hybridtrain.lightning.preflight.strategy_checks import (
     check_lock_free,
@@ -216,7 +216,8 @@ class HybridLauncher(Launcher):
         """Run the workers in this process."""
         self._strategy.keeping.is_whole()
         held = HeldObjects(job.trainer, job.given())
-        results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
+        with gathering_by_keys():
+            results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
         if not results:
             return None
         return self._take_home(job.trainer, results, held, None, job.given())
@@ -363,7 +364,7 @@ def _run_in_process(job: _TrainerCall, client: Client) -> Any:
     """In a process of its own; not called in a replay."""
     speed_up_hooks()
     refuse_stray_stop_iteration(job.trainer)
-    with job.inherited.owned():
+    with job.inherited.owned(), gathering_by_keys():
         return _run_in_worker(job, client)
 
 
@@ -373,7 +374,6 @@ def _run_in_worker(job: _TrainerCall, client: Client) -> Any:
         stop_sharing(job.trainer.lightning_module)
     os.environ["LOCAL_RANK"] = str(client.worker - job.strategy.first_worker)
     forget_process_group()
-    gather_by_keys()
     trainer: Any = job.trainer
     strategy = job.strategy
     held = HeldObjects(trainer, job.given())

@@ -8,7 +8,8 @@ its listeners, outermost first, whatever the order in which they are added.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum, unique
 from functools import partial
 from typing import Any
@@ -171,6 +172,18 @@ def instead(point: Point, owner: Any, method: Any) -> None:
     """Set the owner's method, in a class or module for all its users."""
     for name in point.methods:
         setattr(owner, name, method)
+
+
+@contextmanager
+def instead_within(point: Point, owner: Any, method: Any) -> Iterator[None]:
+    """Set the owner's method as ``instead`` does; restore its own one at the end."""
+    own = {name: getattr(owner, name) for name in point.methods}
+    instead(point, owner, method)
+    try:
+        yield
+    finally:
+        for name, each in own.items():
+            setattr(owner, name, each)
 
 
 def instead_in(point: Point, owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,19 +5,20 @@ Lightning gathers the values of a dictionary in its order, which may be another 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytorch_lightning as pl
 
-from hybridtrain.lightning.hooks.points import Point, instead
+from hybridtrain.lightning.hooks.points import Point, instead_within
 from hybridtrain.lightning.run_context import worker_of
 
 _lightnings: Any = pl.LightningModule.all_gather
 
 
-def gather_by_keys() -> None:
-    """From now on modules of this process gather dictionaries key by key."""
-    instead(Point.GATHER, pl.LightningModule, by_keys)
+def gathering_by_keys() -> AbstractContextManager[None]:
+    """In this context, modules of this process gather dictionaries key by key."""
+    return instead_within(Point.GATHER, pl.LightningModule, by_keys)
 
 
 def by_keys(
