@@ -172,7 +172,7 @@ class OtherHost:
         store = None if self._server is None else self._server.store
         if store is not None and request.row.encoded is None:
             for absent in request.row.absent:
-                store.gradient(number, store.layout.slots[absent]).zero_()
+                store.gradient(store.row_of(number), store.layout.slots[absent]).zero_()
 
     def _lose(self, reason: str) -> Iterator[tuple[int, bool]]:
         self._past = self.stats()
@@ -315,7 +315,8 @@ class _Masters:
 
 def written_by(store: Store, workers: Sequence[int]) -> list[Span]:
     """The bytes that a relay sends: the rows of its workers, and state that one of them shares."""
-    return [*map(store.region_of_gradients, workers), store.region_of_state()]
+    rows = (region for worker in workers for region in store.regions_of_gradients(worker))
+    return [*rows, store.region_of_state()]
 
 
 def written_for(store: Store, workers: Sequence[int]) -> list[Span]:

@@ -247,7 +247,7 @@ class Relay:
         self.connection.send_rows(self._state(store))
         for dtype in store.layout.addable:
             size = store.layout.sizes[dtype]
-            rows = [store.gradients[number][dtype] for number in held]
+            rows = [store.gradients[store.row_of(number)][dtype] for number in held]
             for start in range(0, size, _PIECE):
                 stop = min(start + _PIECE, size)
                 parts = [row[start:stop] for row in rows]

@@ -201,8 +201,12 @@ class SimulatedReplicas:
         workers = range(store.n_workers)
         for worker in workers:
             store.refresh(worker)
-        self._gradients = [[store.gradient(w, slot) for slot in self._slots] for w in workers]
-        self._copies = [[store.parameter(w, slot) for slot in self._slots] for w in workers]
+        rows, buffers = range(len(store.gradients)), store.buffers
+        self._rows = [[store.gradient(row, slot) for slot in self._slots] for row in rows]
+        self._copies = [  # by worker and buffer
+            [[store.parameter(w, slot, buffer) for slot in self._slots] for buffer in buffers]
+            for w in workers
+        ]
         self._make_optimizer, self._fresh = make_optimizer, fresh
         self._workers: list[SimulatedWorker] = []
         self._compressors: list[Compressor] = []
@@ -223,7 +227,7 @@ class SimulatedReplicas:
         self._workers = [self._make(worker) for worker in range(len(self._copies))]
 
     def _worker(self, exchange: LocalExchange, worker: int) -> SimulatedWorker:
-        masters, make = self._copies[worker], self._make_optimizer
+        masters, make = self._copies[worker][0], self._make_optimizer
         return SimulatedWorker(worker, len(self._copies), masters, make, exchange, self._fresh)
 
     @property
@@ -257,7 +261,9 @@ class SimulatedReplicas:
             gradients = self.task.gradient(worker, own.values)
             clip = self.task.clip if isinstance(self.task, TrainingTask) else None
             return self._offered(worker, own, own.advance(gradients, push.weight, clip, self.loss))
-        gradients = self.task.gradient(worker, self._copies[worker])
+        turns = self._store.turns
+        read = self._copies[worker][0 if turns is None else turns.read]
+        gradients = self.task.gradient(worker, read)
         push = self._into_row(push, worker, range(len(self._slots)), gradients)
         if isinstance(self.task, TrainingTask):
             assert isinstance(push, GradientPush), "the row holds a gradient"
@@ -330,10 +336,12 @@ class SimulatedReplicas:
             there = {n: v for n, v in zip(numbers, values, strict=True) if v is not None}
             encoded = self._compressors[worker].encode(there)
         if encoded is not None:
-            self._store.front(worker)[: len(encoded)].copy_(encoded)
+            place = self._store.row_of(worker)
+            self._store.front(place)[: len(encoded)].copy_(encoded)
             return replace(push, row=Row(_absent(numbers, values), encoded=len(encoded)))
+        rows = self._rows[self._store.row_of(worker)]
         for number, value in zip(numbers, values, strict=True):
-            row = self._gradients[worker][number]
+            row = rows[number]
             row.zero_() if value is None else row.copy_(value)
         return replace(push, row=Row(_absent(numbers, values)))
 

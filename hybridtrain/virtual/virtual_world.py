@@ -25,7 +25,14 @@ import torch
 
 from hybridtrain.engine.exchanges import Await, Exchange, exchange_of
 from hybridtrain.engine.policies import Policy
-from hybridtrain.engine.protocol.events import Admitted, Event, Received, Removed, TimerExpired
+from hybridtrain.engine.protocol.events import (
+    Admitted,
+    Event,
+    Received,
+    Removed,
+    TimerExpired,
+    UpdateDue,
+)
 from hybridtrain.engine.protocol.messages import (
     Begin,
     Claim,
@@ -513,6 +520,8 @@ class VirtualWorld:
         end_s = self.now_s + self.update_s * (server.statistics.version - before)
         if end_s == self.now_s:
             self._answer(replies)
+            if server.update_is_due:
+                self._handle(UpdateDue(), told_s)
             return
         self._busy = self._busy or BusyServer()
         self._busy.replies = replies

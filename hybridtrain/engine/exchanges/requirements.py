@@ -77,6 +77,11 @@ class Requirements(Needs):
         return not self.whole_rounds and not self.in_place
 
     @property
+    def newest_between_steps(self) -> bool:
+        """Whether the parameters that a worker has behind a step are the newest."""
+        return self.whole_rounds and not self.delay
+
+    @property
     def may_go_ahead(self) -> bool:
         """Whether a worker can predict the release of a push that counts.
 
@@ -166,11 +171,12 @@ _CONTRADICTORY = {
     ("whole_rounds", "free"): _LOCK_STEP,
     ("whole_rounds", "holds"): _LOCK_STEP,
     ("whole_rounds", "drops_late"): _LOCK_STEP,
+    ("delay", "everyone"): "the server makes the updates that workers do not wait for",
     ("free", "turns"): "a worker that is released at once waits for no turn",
     ("free", "holds"): "every contribution is an update at once",
     ("free", "drops_late"): "every contribution is an update at once",
 }
-_ONLY_WITH = {"everyone": "whole_rounds", "backs_up": "whole_pass"}
+_ONLY_WITH = {"everyone": "whole_rounds", "backs_up": "whole_pass", "delay": "whole_rounds"}
 
 
 def _check_needs(policy: Policy, needs: Needs) -> None:
@@ -226,6 +232,11 @@ def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
         )
     if exchange.parameters == "read":
         return
+    if needs.delay:
+        raise UserError(
+            f"{given}, but under it the server steps the masters with gradients while workers "
+            "compute; use exchange=gradient, or policy=hybrid"
+        )
     if shared and needs.whole_rounds:
         reason = "workers that write to the masters cannot wait for one another's updates"
     elif shared and needs.holds:

@@ -19,6 +19,7 @@ from hybridtrain.engine.memory.arena import ALIGNMENT_BYTES, Arena, SharedArenas
 from hybridtrain.engine.memory.counters import N_WORDS, MadeSteps, UpdateProgress
 from hybridtrain.engine.memory.layout import Layout, Slot, has_sums
 from hybridtrain.engine.memory.sparse_rows import Packed, Rows, Table
+from hybridtrain.engine.memory.turns import Turns
 
 # ---- rows of the masters that have changed since each worker's copy was last updated ------------
 # Each free-running worker computes with a copy of the masters, which is updated after every update.
@@ -160,6 +161,8 @@ class Store:
         maker: who makes the updates.
         n_words: int64 words, zero at first, of the protocol by which workers make updates.
         here: the workers of this host, if not all are: the rows of others are not reserved.
+        delayed: an update is made while workers compute: they read one of two copies of the
+            masters in turn, and each has two rows (:mod:`hybridtrain.engine.memory.turns`).
     """
 
     def __init__(
@@ -173,6 +176,7 @@ class Store:
         maker: UpdateMaker = UpdateMaker.SERVER,
         n_words: int = 0,
         here: Collection[int] | None = None,
+        delayed: bool = False,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
@@ -180,19 +184,21 @@ class Store:
         self.averaging = averaging
         self.holding, self._n_protocol_words = holding, n_words
         self.maker, self.lending = maker, SharedArenas()
-        self.held = n_workers  # the number of the row for held contributions
+        self._n_rows = n_workers * (2 if delayed else 1)
+        self.held = self._n_rows  # the number of the row for held contributions
+        self._n_copies = 2 if delayed else n_workers * private_parameters
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], tuple[int, int]] = {}  # kind, row -> first byte, end
         n_bytes = self._place_buffers()
         self._here = range(n_workers) if here is None else here
         self.arena = arena or Arena.create(n_bytes, self._unused())
         self.masters = self._flat("masters", 0)  # dtype -> (P,) host, shared
-        self.gradients = [  # W (and the held one) × dtype -> (P,)
-            self._flat("gradients", row) for row in range(n_workers + holding)
+        self.gradients = [  # W, or 2 W (and the held one) × dtype -> (P,)
+            self._flat("gradients", row) for row in range(self._n_rows + holding)
         ]
-        self.copies = (
-            [self._flat("copies", w) for w in range(n_workers)] if private_parameters else []
-        )  # W × dtype -> (P,), or nothing
+        self.copies = [  # W, two, or none × dtype -> (P,)
+            self._flat("copies", row) for row in range(self._n_copies)
+        ]
         self.moves = DirtyRows(layout, self.masters, self.copies)
         self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
         self._refreshed: set[int] = set()
@@ -203,6 +209,9 @@ class Store:
         self.step_counts = MadeSteps(made, n_workers) if self._n_made else None
         behind = self._words + ALIGNMENT_BYTES + 8 * self._n_made
         self.protocol_words = self.arena.words(behind, n_words)
+        self.turns = (
+            Turns(self.arena.words(behind + 8 * n_words, Turns.N_WORDS)) if delayed else None
+        )
 
     @property
     def n_epochs(self) -> int:
@@ -220,8 +229,8 @@ class Store:
 
     def _place_buffers(self) -> int:
         end = 0
-        rows = {"masters": 1, "gradients": self.n_workers + self.holding}
-        rows["copies"] = self.n_workers if self.private_parameters else 0
+        rows = {"masters": 1, "gradients": self._n_rows + self.holding}
+        rows["copies"] = self._n_copies
         rows["means"] = int(self.averaging)
         for kind, count in rows.items():
             for row in range(count):
@@ -234,21 +243,23 @@ class Store:
         self._state = end
         self._words = end + 2 * align(self.layout.state_bytes)
         self._n_made = MadeSteps.n_words(self.n_workers) if self.maker.counts_steps else 0
-        return self._words + ALIGNMENT_BYTES + 8 * (self._n_made + self._n_protocol_words)
+        n_words = self._n_made + self._n_protocol_words + Turns.N_WORDS
+        return self._words + ALIGNMENT_BYTES + 8 * n_words
 
     def _unused(self) -> list[tuple[int, int]]:
         """The pages of workers' rows that will hold no gradients, or sparse ones."""
         elsewhere = [worker for worker in range(self.n_workers) if worker not in self._here]
-        found = [self.region_of_gradients(worker) for worker in elsewhere]
+        rows = [row for row in range(self._n_rows) if row % self.n_workers in self._here]
+        found = [self._regions["gradients", row] for row in range(self._n_rows) if row not in rows]
         if self.private_parameters:
             found += [self.region_of_parameters(worker) for worker in elsewhere]
-        for worker in self._here:
+        for row in rows:
             if not self.layout.gradients:
-                found.append(self.region_of_gradients(worker))
+                found.append(self._regions["gradients", row])
             for number in self.layout.sparse if self.layout.gradients else ():
                 slot = self.layout.slots[number]
-                start = self._place("gradients", worker, slot)
-                stop = start + slot.numel * self._stored("gradients", worker, slot.dtype).itemsize
+                start = self._place("gradients", row, slot)
+                stop = start + slot.numel * self._stored("gradients", row, slot.dtype).itemsize
                 first, last = -(-start // mmap.PAGESIZE), stop // mmap.PAGESIZE
                 if last > first:
                     found.append((first * mmap.PAGESIZE, last * mmap.PAGESIZE))
@@ -256,7 +267,7 @@ class Store:
 
     def _stored(self, kind: str, row: int, dtype: torch.dtype) -> torch.dtype:
         """The dtype in the arena: workers may send a narrower one; sums and means keep theirs."""
-        sent = kind == "gradients" and row < self.n_workers
+        sent = kind == "gradients" and row < self._n_rows
         return self.layout.travels_as(dtype) if sent else dtype
 
     def _flat(self, kind: str, row: int) -> dict[torch.dtype, torch.Tensor]:
@@ -279,34 +290,50 @@ class Store:
         """The master parameter, in its own shape."""
         return self._view("masters", 0, slot)
 
-    def gradient(self, worker: int, slot: Slot) -> torch.Tensor:
-        """The place of the worker's gradient of this parameter, in the parameter's shape."""
-        return self._view("gradients", worker, slot)
+    def row_of(self, worker: int) -> int:
+        """The number of the worker's row; of two, the one of the present turn."""
+        return worker if self.turns is None else worker + self.n_workers * self.turns.row
 
-    def front(self, worker: int) -> torch.Tensor:
-        """The bytes of the worker's row, (n,) uint8, for an encoded contribution."""
-        start, end = self.region_of_gradients(worker)
+    def rows_of(self, worker: int) -> range:
+        """The numbers of all rows of the worker, in the order of turns."""
+        return range(worker, self._n_rows, self.n_workers)
+
+    def gradient(self, row: int, slot: Slot) -> torch.Tensor:
+        """The place of this parameter's gradient in the row, in the parameter's shape."""
+        return self._view("gradients", row, slot)
+
+    def front(self, row: int) -> torch.Tensor:
+        """The bytes of the row, (n,) uint8, for an encoded contribution."""
+        start, end = self._regions["gradients", row]
         return self.arena.tensor(start, end - start, torch.uint8)
 
     def mean(self, slot: Slot) -> torch.Tensor:
         """The place of the mean gradient of this parameter, in the parameter's shape."""
         return self._view("means", 0, slot)
 
-    def parameter(self, worker: int, slot: Slot) -> torch.Tensor:
-        """The parameter that the worker computes with: its copy, or the master in lock-step."""
-        return self._view(*self._row_of_parameters(worker), slot)
+    @property
+    def buffers(self) -> range:
+        """The numbers of the buffers from which a worker reads its parameters in turn."""
+        return range(1 if self.turns is None else self._n_copies)
 
-    def place_of_parameter(self, worker: int, slot: Slot) -> int:
+    def parameter(self, worker: int, slot: Slot, buffer: int | None = None) -> torch.Tensor:
+        """The parameter that the worker computes with: its copy, or the master in lock-step.
+
+        ``buffer``: of two shared copies, this one; else the present one.
+        """
+        return self._view(*self._row_of_parameters(worker, buffer), slot)
+
+    def place_of_parameter(self, worker: int, slot: Slot, buffer: int | None = None) -> int:
         """The byte of the arena at which :meth:`parameter` begins."""
-        return self._place(*self._row_of_parameters(worker), slot)
+        return self._place(*self._row_of_parameters(worker, buffer), slot)
 
-    def region_of_parameters(self, worker: int) -> tuple[int, int]:
+    def region_of_parameters(self, worker: int, buffer: int | None = None) -> tuple[int, int]:
         """The whole pages of the arena, in bytes, that hold the worker's parameters."""
-        return self._regions[self._row_of_parameters(worker)]
+        return self._regions[self._row_of_parameters(worker, buffer)]
 
-    def region_of_gradients(self, worker: int) -> tuple[int, int]:
-        """The whole pages of the arena, in bytes, that hold the worker's row."""
-        return self._regions["gradients", worker]
+    def regions_of_gradients(self, worker: int) -> list[tuple[int, int]]:
+        """The whole pages of the arena, in bytes, that hold each of the worker's rows."""
+        return [self._regions["gradients", row] for row in self.rows_of(worker)]
 
     def region_of_means(self) -> tuple[int, int]:
         """The whole pages of the arena, in bytes, that hold the mean, with ``averaging``."""
@@ -332,7 +359,8 @@ class Store:
 
         ``absent``, ``packed``, ``encoded``: see :class:`hybridtrain.engine.protocol.messages.Row`.
         """
-        (start, _), slots = self.region_of_gradients(worker), self.layout.slots
+        row, slots = self.row_of(worker), self.layout.slots
+        start, _ = self._regions["gradients", row]
         used = {each.number: prod(each.shape_in(slots[each.number].shape)) for each in packed}
         spans = [] if encoded is None else [(start, start + encoded)]
         whole = range(len(slots)) if encoded is None else sorted(used)
@@ -340,8 +368,8 @@ class Store:
             if number in absent:
                 continue
             slot = slots[number]
-            first = self._place("gradients", worker, slot)
-            n_bytes = self._stored("gradients", worker, slot.dtype).itemsize
+            first = self._place("gradients", row, slot)
+            n_bytes = self._stored("gradients", row, slot.dtype).itemsize
             n_bytes *= used.get(number, slot.numel)
             if spans and 0 <= first - spans[-1][1] <= ALIGNMENT_BYTES:
                 spans[-1] = spans[-1][0], max(first + n_bytes, spans[-1][1])
@@ -353,11 +381,14 @@ class Store:
         self, worker: int, dtype: torch.dtype, start: int, stop: int
     ) -> tuple[int, int]:
         """The bytes of the arena that hold these elements of the worker's row."""
-        first = self._starts["gradients", dtype, worker]
-        size = self._stored("gradients", worker, dtype).itemsize
+        row = self.row_of(worker)
+        first = self._starts["gradients", dtype, row]
+        size = self._stored("gradients", row, dtype).itemsize
         return first + start * size, first + stop * size
 
-    def _row_of_parameters(self, worker: int) -> tuple[str, int]:
+    def _row_of_parameters(self, worker: int, buffer: int | None) -> tuple[str, int]:
+        if self.turns is not None:
+            return "copies", self.turns.read if buffer is None else buffer
         return ("copies", worker) if self.private_parameters else ("masters", 0)
 
     @torch.no_grad()
@@ -390,6 +421,8 @@ class Store:
                 read.copy_(value)  # the worker computes with it from here on
             else:
                 self.master(slot).copy_(value)
+                if self.turns is not None:  # all workers make it alike, in what they read
+                    self.parameter(worker, slot).copy_(value)
 
     def state(self, turn: int) -> torch.Tensor:
         """One of two places for the state that worker 0 shares, (state_bytes,) uint8."""
@@ -397,10 +430,32 @@ class Store:
         return self.arena.tensor(self._state + turn * align(n_bytes), n_bytes, torch.uint8)
 
     def refresh(self, worker: int) -> None:
-        """Copy the masters to the worker's copy, if it has one."""
+        """Copy the masters to the worker's copy, if it has one; else it reads the newest."""
         self._refreshed.add(worker)
         if self.private_parameters:
             self.moves.bring(worker)
+        elif self.turns is not None:
+            self._show_newest(self.turns)
+
+    # ---- an update that workers do not wait for --------------------------------------------------
+
+    def _show_newest(self, turns: Turns) -> None:
+        """All workers wait: the buffer that they read has the newest masters afterwards."""
+        turns.read_newest()
+        if turns.needs(self.moves.n_changes):
+            self.moves.bring(turns.read)
+
+    def begin_turn(self) -> None:
+        """Workers are released: they read the newest masters, and write to their other rows."""
+        assert self.turns is not None, "no update is made behind a release"
+        self.turns.begin()
+
+    def end_turn(self) -> None:
+        """The update is made: its masters are in the buffer that no worker reads."""
+        assert self.turns is not None, "no update is made behind a release"
+        self.turns.needs(self.moves.n_changes)
+        self.moves.bring(self.turns.spare)
+        self.turns.end()
 
     def was_refreshed(self, worker: int) -> bool:
         """Whether the worker's parameters may have changed since this was asked last."""

@@ -27,6 +27,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -255,12 +256,15 @@ class _Span(NamedTuple):
     stop: int
 
 
-def open_window(store: Store, worker: int) -> WorkerView:
-    """The cheapest view that this system has; the masters where workers write to them."""
+def open_window(store: Store, worker: int, buffer: int | None = None) -> WorkerView:
+    """The cheapest view that this system has; the masters where workers write to them.
+
+    ``buffer``: see :meth:`hybridtrain.engine.memory.store.Store.parameter`.
+    """
     if store.lock_free:
         return Direct(store)
     kind = CopyOnWrite if copy_on_write_is_seen() else Copied
-    return kind(store, worker)
+    return kind(store, worker, buffer=buffer)
 
 
 class CopyOnWrite:
@@ -270,24 +274,30 @@ class CopyOnWrite:
         store: the shared buffers.
         worker: the number of the worker.
         pages: finds the pages written to.
+        buffer: of two, the one that is seen.
     """
 
     def __init__(
-        self, store: Store, worker: int, pages: Callable[[mmap.mmap], Pages] = pages_of
+        self,
+        store: Store,
+        worker: int,
+        pages: Callable[[mmap.mmap], Pages] = pages_of,
+        buffer: int | None = None,
     ) -> None:
-        self._start, stop = store.region_of_parameters(worker)
+        self._start, stop = store.region_of_parameters(worker, buffer)
         n_bytes = max(stop - self._start, mmap.PAGESIZE)
         self._map = map_private(store.arena.fd, self._start, n_bytes)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)  # (region,)
         self._shared = store.arena.tensor(self._start, n_bytes, torch.uint8)  # (region,)
-        self._at = {slot: self._span(store, worker, slot) for slot in store.layout.slots}
+        place = partial(store.place_of_parameter, worker, buffer=buffer)
+        self._at = {slot: self._span(place(slot), slot) for slot in store.layout.slots}
         self._spans = sorted((span, slot) for slot, span in self._at.items() if slot.numel)
         self._ends = [span.stop for span, _ in self._spans]
         self._pages = pages(self._map)
         self._own: list[Run] = []  # found by ``written``
 
-    def _span(self, store: Store, worker: int, slot: Slot) -> _Span:
-        first = store.place_of_parameter(worker, slot) - self._start
+    def _span(self, place: int, slot: Slot) -> _Span:
+        first = place - self._start
         return _Span(first, first + slot.numel * slot.dtype.itemsize)
 
     def view(self, slot: Slot) -> torch.Tensor:
@@ -357,11 +367,12 @@ class Copied:
     Args:
         store: the shared buffers.
         worker: the number of the worker.
+        buffer: of two, the one that is seen.
     """
 
-    def __init__(self, store: Store, worker: int) -> None:
-        self._store, self._worker = store, worker
-        self._copies = {slot: store.parameter(worker, slot).clone() for slot in store.layout.slots}
+    def __init__(self, store: Store, worker: int, buffer: int | None = None) -> None:
+        self._shared = partial(store.parameter, worker, buffer=buffer)
+        self._copies = {slot: self._shared(slot).clone() for slot in store.layout.slots}
 
     def view(self, slot: Slot) -> torch.Tensor:
         return self._copies[slot]
@@ -375,9 +386,6 @@ class Copied:
 
     def follow(self, slots: Sequence[Slot]) -> None:
         """Nothing to do: all copies are this worker's own."""
-
-    def _shared(self, slot: Slot) -> torch.Tensor:
-        return self._store.parameter(self._worker, slot)
 
 
 class Direct:

@@ -16,6 +16,7 @@ from hybridtrain.engine.policies.basic import (
 from hybridtrain.engine.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.engine.policies.first_k import Deadline, FirstK, Softsync
 from hybridtrain.engine.policies.grace import Grace
+from hybridtrain.engine.policies.pipe_sgd import PipeSGD
 from hybridtrain.engine.policies.policy import Needs, Policy
 from hybridtrain.engine.policies.registry import (
     POLICIES,
@@ -37,6 +38,7 @@ from hybridtrain.engine.protocol.facts import (
     Pushed,
     Ready,
     Release,
+    ReleaseThenApply,
     SetTimer,
     TimerFired,
     Waiting,
@@ -61,10 +63,12 @@ __all__ = [
     "NotTooLate",
     "OnArrival",
     "Order",
+    "PipeSGD",
     "Policy",
     "Pushed",
     "Ready",
     "Release",
+    "ReleaseThenApply",
     "RoundRobin",
     "SetTimer",
     "Softsync",

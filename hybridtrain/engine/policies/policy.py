@@ -13,7 +13,9 @@ from hybridtrain.engine.protocol.facts import Fact, Order
 class Needs:
     """Requirements of a policy on workers and server.
 
-    ``whole_rounds``: no worker computes while an update is applied, and all step equally often.
+    ``whole_rounds``: all step equally often, and no worker computes while an update is applied,
+    unless there is a ``delay``: then workers compute the next gradient meanwhile, with parameters
+    of so many updates before (1: ``ReleaseThenApply``).
     ``turns``: one worker computes at a time, and sends ``Ready`` before each mini-batch; ``asks``:
     only before its first. ``free``: every push is an update, and its worker is released at once.
     ``everyone``: an update has one gradient of each worker, and the policy keeps no state between
@@ -39,6 +41,7 @@ class Needs:
     everyone: bool = False
     whole_pass: bool = False
     backs_up: bool = False
+    delay: int = 0
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from hybridtrain.engine.policies.basic import (
 from hybridtrain.engine.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.engine.policies.first_k import Deadline, FirstK, Softsync
 from hybridtrain.engine.policies.grace import Grace
+from hybridtrain.engine.policies.pipe_sgd import PipeSGD
 from hybridtrain.engine.policies.policy import Policy
 from hybridtrain.engine.policies.switch import Switch
 from hybridtrain.engine.policies.warm_start import WarmStart
@@ -76,6 +77,7 @@ def switch(
 POLICIES: dict[str, Callable[..., Policy]] = {
     "synchronous": RoundRobin,
     "hybrid": WaitForAll,
+    "pipe_sgd": PipeSGD,
     "backup": backup,
     "k_async": k_async,
     "k_batch_sync": k_batch_sync,

@@ -58,7 +58,7 @@ class GradientRows:
 
     def print(self, worker: int, start: int) -> int:
         """The checksum ``start``, continued over the worker's sample."""
-        for sample in self._samples[worker]:
+        for sample in self._samples[self.store.row_of(worker)]:
             start = crc32(sample.tobytes(), start)
         return start
 

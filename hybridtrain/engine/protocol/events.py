@@ -66,6 +66,11 @@ class TimerExpired:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateDue:
+    """Replies have been sent: the update that was put behind them (``ReleaseThenApply``) is due."""
+
+
+@dataclass(frozen=True, slots=True)
 class BrokenOff:
     """The time to stop is over: workers no longer wait for one another."""
 
@@ -104,6 +109,7 @@ Event = (
     | Admitted
     | Looked
     | TimerExpired
+    | UpdateDue
     | BrokenOff
     | Announced
 )

@@ -110,10 +110,20 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseThenApply:
+    """Let these workers continue from the masters as they are, and apply their contributions then.
+
+    They compute the next gradient while the update is made.
+    """
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SetTimer:
     """Request a ``TimerFired`` at this time. Replaces an earlier request."""
 
     at_s: float
 
 
-Order = Apply | Accumulate | Drop | Release | SetTimer
+Order = Apply | Accumulate | Drop | Release | ReleaseThenApply | SetTimer

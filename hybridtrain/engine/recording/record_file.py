@@ -34,7 +34,7 @@ CELL_BYTES = 28
 CRC_BYTES = 4  # of a cell, at its end
 TELLS = 255  # the kind of a cell that precedes JSON
 NOBODY = 65535  # the worker of an event without one
-WOKE = "Woke"  # the kind of such an event
+WOKE, DUE = "Woke", "Due"  # the kinds of such events
 # The server has made an update; a worker's contribution does not count; a worker has waited before
 # it sent its next push. A replay needs none of them.
 UPDATED, DROPPED, WAITED = "Updated", "Dropped", "Waited"

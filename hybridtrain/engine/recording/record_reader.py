@@ -19,6 +19,7 @@ import numpy as np
 from hybridtrain.engine.recording.record_file import (
     CELL_BYTES,
     CRC_BYTES,
+    DUE,
     NOBODY,
     RECORD_NAME,
     TELLS,
@@ -311,7 +312,8 @@ def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) 
         at: their positions in bytes.
     """
     nobodys, pushes = (
-        [n for n, k in enumerate(kinds) if k in names] for names in ((WOKE, UPDATED), ("Push",))
+        [n for n, k in enumerate(kinds) if k in names]
+        for names in ((WOKE, DUE, UPDATED), ("Push",))
     )
     stranger = np.where(
         np.isin(events["kind"], nobodys), events["worker"] != NOBODY, events["worker"] >= n_workers

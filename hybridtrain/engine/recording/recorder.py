@@ -34,6 +34,7 @@ from hybridtrain.engine.protocol.events import (
     Received,
     Removed,
     TimerExpired,
+    UpdateDue,
 )
 from hybridtrain.engine.protocol.messages import (
     NOTES,
@@ -57,6 +58,7 @@ from hybridtrain.engine.protocol.messages import (
 from hybridtrain.engine.protocol.step_log import TOLD, StepLog
 from hybridtrain.engine.recording.record_file import (
     DROPPED,
+    DUE,
     NOBODY,
     OUTCOMES,
     UPDATED,
@@ -71,7 +73,7 @@ from hybridtrain.engine.server.timeline import TrainingTime
 
 FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *NOTES))
-KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT, TOLD, *OUTCOMES)
+KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT, TOLD, DUE, *OUTCOMES)
 UNRECORDED = ReadStats | GetState
 
 
@@ -90,6 +92,8 @@ def kind_of(event: Event) -> str | None:
             return FINISHED
         case TimerExpired():
             return WOKE
+        case UpdateDue():
+            return DUE
     return None
 
 

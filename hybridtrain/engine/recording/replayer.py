@@ -13,10 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridtrain.engine.protocol.checksums import GradientRows, checksum_of, checksum_of_parameters
-from hybridtrain.engine.protocol.events import Completed, Event, Received, Removed, TimerExpired
+from hybridtrain.engine.protocol.events import (
+    Completed,
+    Event,
+    Received,
+    Removed,
+    TimerExpired,
+    UpdateDue,
+)
 from hybridtrain.engine.protocol.messages import Described, Install, Note, Request, Stopped
 from hybridtrain.engine.protocol.step_log import MADE
-from hybridtrain.engine.recording.record_file import NOBODY, OUTCOMES, WOKE, Record, RecordEvent
+from hybridtrain.engine.recording.record_file import (
+    DUE,
+    NOBODY,
+    OUTCOMES,
+    WOKE,
+    Record,
+    RecordEvent,
+)
 from hybridtrain.engine.recording.recorder import (
     BROKEN,
     FINISHED,
@@ -150,6 +164,8 @@ class Replayer:
         worker = event.worker
         if event.kind == WOKE:
             return TimerExpired()
+        if event.kind == DUE:
+            return UpdateDue()
         if event.kind in (LOST, LEFT):
             self._world.abandon(worker)
             return Removed(worker, announced=event.kind == LEFT)

@@ -14,7 +14,14 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridtrain.engine.protocol.events import Completed, Event, Received, Removed, TimerExpired
+from hybridtrain.engine.protocol.events import (
+    Completed,
+    Event,
+    Received,
+    Removed,
+    TimerExpired,
+    UpdateDue,
+)
 from hybridtrain.engine.protocol.messages import NOTES, Answer, Average, Push, Stop
 from hybridtrain.engine.recording.recorder import Stamp
 from hybridtrain.engine.server.server import ParameterServer
@@ -104,6 +111,11 @@ class Rehearsal:
         self._on(Removed(worker))
 
     def _on(self, event: Event) -> None:
+        self._tell(event)
+        while self._server.update_is_due:
+            self._tell(UpdateDue())
+
+    def _tell(self, event: Event) -> None:
         replies = self._server.on(event)
         self._world.answer(replies)
         for worker, reply in replies:

@@ -57,16 +57,16 @@ class HandedOver:
             everything = (tuple(range(len(store.layout.slots))),)
             self._decode(worker, row, everything, store)
             for number in row.absent:
-                store.gradient(worker, store.layout.slots[number]).zero_()
+                store.gradient(store.row_of(worker), store.layout.slots[number]).zero_()
 
     @torch.no_grad()
     def _decode(self, worker: int, row: Row, members: Members, store: Store) -> None:
         assert self._codec is not None and row.encoded is not None, "it is encoded"
         absent = frozenset(row.absent)
         numbers = [n for group in members for n in group if n not in absent]
-        encoded = store.front(worker)[: row.encoded].clone()  # decoding overwrites the row
-        slots = store.layout.slots
-        decode(self._codec, encoded, [store.gradient(worker, slots[n]) for n in numbers])
+        place, slots = store.row_of(worker), store.layout.slots
+        encoded = store.front(place)[: row.encoded].clone()  # decoding overwrites the row
+        decode(self._codec, encoded, [store.gradient(place, slots[n]) for n in numbers])
 
 
 def _place_bytes(store: Store, number: int) -> int:

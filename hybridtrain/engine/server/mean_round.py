@@ -154,7 +154,7 @@ def average(
 def _average_rows(shares: dict[int, float], store: Store, dtype: torch.dtype, pool: Pool) -> None:
     """The mean of all parameters of one dtype, in parallel chunks."""
     mean = store.means[dtype]  # (P,)
-    rows = [store.gradients[worker][dtype] for worker in shares]
+    rows = [store.gradients[store.row_of(worker)][dtype] for worker in shares]
     counts = list(shares.values())
 
     def piece(lane: int, start: int) -> None:
@@ -177,7 +177,7 @@ def _merge_by_rule(
         packed = {each.number: each for each in asked[worker].row.packed}
         gradients: list[torch.Tensor | None] = [None] * len(slots)
         for n in set(range(len(slots))).difference(asked[worker].row.absent):
-            place = store.gradient(worker, slots[n])
+            place = store.gradient(store.row_of(worker), slots[n])
             found = unpack(packed[n], place).to_dense() if n in packed else place
             gradients[n] = found.to(slots[n].dtype, copy=True)
         parts.append(WorkerGradients(worker, share, 0, gradients))
@@ -200,7 +200,7 @@ def _average_one_by_one(
         present = [w for w in shares if number not in asked[w].row.absent]
         if not present:
             continue
-        places = {w: store.gradient(w, slot) for w in present}
+        places = {w: store.gradient(store.row_of(w), slot) for w in present}
         gradients = [
             unpack(packed[w][number], place) if number in packed[w] else place
             for w, place in places.items()

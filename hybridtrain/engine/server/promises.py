@@ -6,7 +6,7 @@ breaks one would go on and be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from hybridtrain.engine.exchanges import Requirements
 from hybridtrain.engine.policies import Policy
@@ -21,6 +21,7 @@ from hybridtrain.engine.protocol.facts import (
     Pushed,
     Ready,
     Release,
+    ReleaseThenApply,
     Waiting,
 )
 from hybridtrain.util.option_types import as_typed
@@ -58,7 +59,16 @@ class Promises:
         """
         needs = self._requirements
         match order:
-            case Apply(workers) if needs.whole_rounds and {*workers} != self._computing:
+            case ReleaseThenApply() if not needs.delay:
+                return self._line(
+                    order,
+                    "no delay=1",
+                    "workers have one row, which the update would read while they write the next "
+                    "gradient to it; return Needs(whole_rounds=True, delay=1, ...)",
+                )
+            case Apply(workers) | ReleaseThenApply(workers) if (
+                needs.whole_rounds and {*workers} != self._computing
+            ):
                 others = sorted(self._computing - {*workers})
                 return self._line(
                     order,
@@ -89,6 +99,10 @@ class Promises:
             case Release(workers) if needs.turns:
                 return self._begin_turn(order, {each for each in workers if each in ready})
         return None
+
+    def _lacks(self, workers: Iterable[int]) -> bool:
+        """Whether an update in lock-step would lack the contribution of one that computes."""
+        return self._requirements.whole_rounds and {*workers} != self._computing
 
     def _begin_turn(self, order: Order, begin: set[int]) -> str | None:
         if begin and len(begin | self._turn) > 1:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from hybridtrain.engine.protocol.facts import Accumulate, Apply, Drop, Release, SetTimer
+from hybridtrain.engine.protocol.facts import (
+    Accumulate,
+    Apply,
+    Drop,
+    Release,
+    ReleaseThenApply,
+    SetTimer,
+)
 from hybridtrain.engine.protocol.messages import Push
 from hybridtrain.engine.updates import Optimizers
 from hybridtrain.util.option_types import as_typed, shown
@@ -38,7 +45,7 @@ def standing(for_s: float, waiting: Mapping[int, str], away: Sequence[int]) -> s
     )
 
 
-_NAMES_WORKERS = (Apply, Accumulate, Drop, Release)
+_NAMES_WORKERS = (Apply, Accumulate, Drop, Release, ReleaseThenApply)
 
 
 def misordered(
@@ -58,8 +65,8 @@ def misordered(
     if not isinstance(order, _NAMES_WORKERS) or not isinstance(order.workers, (tuple, list)):
         return (
             f"policy {as_typed(policy)} returned {shown(order)}; it must return a list of "
-            "Apply(workers), Accumulate(workers), Drop(workers), Release(workers) and "
-            "SetTimer(at_s), where workers are a tuple"
+            "Apply(workers), Accumulate(workers), Drop(workers), Release(workers), "
+            "ReleaseThenApply(workers) and SetTimer(at_s), where workers are a tuple"
         )
     if isinstance(order, Release):
         wrong = [each for each in order.workers if each not in settled and each not in ready]

@@ -7,6 +7,7 @@ push raises an error, and the server refuses the requests of all waiting workers
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from hybridtrain.engine.exchanges import Requirements
 from hybridtrain.engine.exchanges.exchange import MergeRule
@@ -26,6 +27,7 @@ from hybridtrain.engine.protocol.facts import (
     Pushed,
     Ready,
     Release,
+    ReleaseThenApply,
     SetTimer,
     TimerFired,
     Waiting,
@@ -52,9 +54,20 @@ from hybridtrain.engine.server.run_statistics import RunStatistics
 from hybridtrain.engine.updates import Optimizers, Stepped
 from hybridtrain.engine.updates.thread_pool import Pool
 from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import as_typed
 
 Replies = list[tuple[int, Reply]]
 _NOTHING, _DROPPED = Stepped(()), Stepped(())
+
+
+class _DueUpdate(NamedTuple):
+    """An update of these ``pushes``, whose workers have been released.
+
+    ``ages``: by worker, updates between its reading of the parameters and its release.
+    """
+
+    pushes: Mapping[int, Push]
+    ages: Mapping[int, int]
 
 
 class Rounds:
@@ -95,6 +108,8 @@ class Rounds:
         self._outcome: dict[int, Stepped] = {}  # of the pushes of waiting workers
         self._last: int | None = None  # the version after which no update is made
         self._early: EarlyStep | None = None
+        self._due: _DueUpdate | None = None  # its workers have been released
+        self._news: Stepped = _NOTHING  # of the last update that no worker has waited for
         self._promises = Promises(policy, requirements)
         self._final: set[int] = set()  # waiting workers whose contributions must not be dropped
         for worker in sorted(workers):
@@ -172,6 +187,8 @@ class Rounds:
         others = self.pushed if self.requirements.whole_rounds else {}
         if (reason := objection(worker, push, others, self.optimizers)) is not None:
             raise UserError(reason)
+        if push.writes and self.store is not None and self.store.turns is not None:
+            self._check_writes(worker, push.writes, self.store)
         self._handed_over.take(worker, push, self.store, self.optimizers)
         self.pushed[worker] = push
         samples = self._samples(push)
@@ -190,6 +207,50 @@ class Rounds:
         if self.requirements.free and worker in self.pushed and not self.broken:
             raise UserError(self._promises.held_back(worker))
         return freed
+
+    def _check_writes(self, worker: int, writes: Writes, store: Store) -> None:
+        """Raises ``UserError`` if a newer value of these parameters would be lost."""
+        assert store.turns is not None, "updates are made behind releases"
+        if store.turns.behind:
+            names = ", ".join(store.layout.slots[number].name for number in writes)
+            raise UserError(
+                f"worker {worker} has written to parameters ({names}) while training, but under "
+                f"policy {as_typed(self._policy)} they are one update behind, and that update "
+                "would be lost; write where an epoch begins or ends, let the optimizer do it, or "
+                "use policy=hybrid"
+            )
+
+    # ---- an update that workers do not wait for --------------------------------------------------
+
+    @property
+    def update_is_due(self) -> bool:
+        """Whether workers have been released ahead of their update."""
+        return self._due is not None
+
+    def _release_ahead(self, workers: tuple[int, ...]) -> Replies:
+        """Release these from the masters as they are; their update is due behind that."""
+        pushes = {worker: self.pushed[worker] for worker in workers}
+        ages = {worker: self._statistics.age(worker) for worker in workers}
+        for worker, push in pushes.items():
+            self.take(worker, push.writes)
+        if self.store is not None:
+            self.store.begin_turn()
+        self._outcome.update(dict.fromkeys(workers, self._news))
+        replies = [self._release(worker, ahead=1) for worker in workers]
+        self._due = _DueUpdate(pushes, ages)
+        return replies
+
+    def make_due_update(self) -> Replies:
+        """Make the update that is due."""
+        due, self._due = self._due, None
+        assert due is not None, "an update is due"
+        counted = self._step(due.pushes)
+        stepped = [self._outcome.pop(worker) for worker in due.pushes]
+        self._news = Stepped((), news=stepped[0].news)
+        self._count_update(due.pushes, counted, due.ages)
+        if self.store is not None:
+            self.store.end_turn()
+        return []
 
     # ---- an update that begins while rows arrive from other hosts -------------------------------
 
@@ -352,6 +413,8 @@ class Rounds:
                     self._apply(workers)
                 case Release(workers):
                     replies += [self._release(worker) for worker in workers]
+                case ReleaseThenApply(workers):
+                    replies += self._release_ahead(workers)
                 case Accumulate(workers):
                     for worker in workers:
                         self._hold(worker)
@@ -395,11 +458,19 @@ class Rounds:
             self.take(worker, push.writes)
         self._count_update(pushes, self._step(pushes))
 
-    def _count_update(self, pushes: Mapping[int, Push], counted: Sequence[int]) -> None:
-        """Count the update, unless the optimizer needs another evaluation."""
+    def _count_update(
+        self,
+        pushes: Mapping[int, Push],
+        counted: Sequence[int],
+        at_release: Mapping[int, int] | None = None,
+    ) -> None:
+        """Count the update, unless the optimizer needs another evaluation.
+
+        ``at_release``: the ages of contributions whose workers have been released since.
+        """
         again = any(worker in self._outcome and self._outcome[worker].again for worker in pushes)
         if not again and (counted or self._held or self.requirements.whole_rounds):
-            seen = self._statistics.age
+            seen = self._statistics.age if at_release is None else at_release.__getitem__
             own = {w: push.age for w, push in pushes.items() if isinstance(push, MadeStep)}
             ages = [own[w] if w in own else seen(w) for w in counted]
             self._statistics.updated([*ages, *[age for _, age, _ in self._held]])
@@ -447,14 +518,16 @@ class Rounds:
         """The samples that the push counts for; of several evaluations only the first counts."""
         return 0.0 if self.optimizers.under_way is not None else samples_of(push)
 
-    def _release(self, worker: int) -> tuple[int, Reply]:
+    def _release(self, worker: int, ahead: int = 0) -> tuple[int, Reply]:
+        """``ahead``: updates that are due behind this release, which has not got them."""
         self._ready.discard(worker)
         push = self.pushed.pop(worker, None)
         fetches = not isinstance(push, ExchangePush) or push.fetch
         if self._averages:
             self._averaging.back(worker)
         if self.store is not None and fetches and not isinstance(push, MadeStep):
-            self.store.refresh(worker)
+            if not ahead:
+                self.store.refresh(worker)
             self.optimizers.read(worker)
             self.optimizers.show_trial(worker)
         self._statistics.released(worker, fetches)
@@ -463,7 +536,13 @@ class Rounds:
         again, counted = stepped.again, stepped is not _DROPPED
         cleared, news = again is not None and again.cleared, stepped.news
         return worker, Released(
-            self.version, again is not None, cleared, news, stepped.step_number, counted, tickets
+            self.version + ahead,
+            again is not None,
+            cleared,
+            news,
+            stepped.step_number,
+            counted,
+            tickets,
         )
 
 

@@ -36,6 +36,7 @@ from hybridtrain.engine.protocol.events import (
     Removed,
     Restarted,
     TimerExpired,
+    UpdateDue,
 )
 from hybridtrain.engine.protocol.messages import (
     Answer,
@@ -178,6 +179,7 @@ class ParameterServer:
     def on(self, event: Event) -> Replies:
         """Take an event; returns the replies that follow, each with its worker."""
         workers = self.workers_updates
+        assert not self.update_is_due or isinstance(event, UpdateDue), "an update is due first"
         if isinstance(event, Announced):
             if not (self._stopped or self.membership.joining or self.membership.missing):
                 self._rounds.foresee(event, self._members)
@@ -209,6 +211,8 @@ class ParameterServer:
                 return self.membership.admit(worker)
             case TimerExpired():
                 return self._guarded([], self._rounds.wake) or self._free_the_stuck()
+            case UpdateDue():
+                return self._guarded([], self._rounds.make_due_update)
             case BrokenOff():
                 self._rounds.breaks()
                 return self._wishes.answer() + self._dismiss(waits=True)
@@ -316,6 +320,11 @@ class ParameterServer:
     def wake_at_s(self) -> float | None:
         """The time of the next ``TimerExpired``, if any."""
         return self._rounds.wake_at_s
+
+    @property
+    def update_is_due(self) -> bool:
+        """Whether the world is to send the replies, and then an ``UpdateDue``, before all else."""
+        return self._rounds.update_is_due
 
     @property
     def training(self) -> bool:

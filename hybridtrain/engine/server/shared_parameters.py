@@ -70,7 +70,16 @@ def made_store(
     elif wants.together > 1:
         words = HostRound.n_words(wants.together, len(layout.slots))
     return Store(
-        layout, n_workers, wants.has_copies, arena, averaging, wants.holds, maker, words, here
+        layout,
+        n_workers,
+        wants.has_copies,
+        arena,
+        averaging,
+        wants.holds,
+        maker,
+        words,
+        here,
+        delayed=wants.delay > 0,
     )
 
 

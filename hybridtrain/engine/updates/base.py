@@ -18,7 +18,9 @@ from hybridtrain.engine.updates.groups import Groups, Members
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """The gradient in the row of ``worker``, weighted by ``share`` (shares of an update sum to 1).
+    """The gradient in row ``worker``, weighted by ``share`` (shares of an update sum to 1).
+
+    The row's number is the worker's, unless each has two (:mod:`hybridtrain.engine.memory.turns`).
 
     ``absent``: numbers of parameters without a gradient, whose place in the row must not be read.
     ``packed``: the sparse gradients, by number. ``staleness``: updates since the worker read the

@@ -73,7 +73,9 @@ class Optimizers:
         self._led_by: dict[int, int] = {}  # optimizer -> the worker whose hyper-parameters it has
         self._departed_states: list[States] = [{} for _ in self._updates]
         self._accumulated: dict[int, Accumulator] = {}  # by optimizer
-        self._cached: tuple[Update | None, dict[int, float], list[Contribution]] = (None, {}, [])
+        # Of the last plain round: update, weights, turn, contributions.
+        self._cached: tuple[Update | None, dict[int, float], int, list[Contribution]]
+        self._cached = (None, {}, 0, [])
         self.late = LateGradients()
 
     def correct_by(self, late: LateGradients) -> None:
@@ -248,7 +250,7 @@ class Optimizers:
             before = self._told.get((worker, number)) if members is None else None
             self._told[worker, number] = merged(before, groups)
         if members is not None:
-            self._cached = (None, {}, [])
+            self._cached = (None, {}, 0, [])
             self._worker_groups[worker, number] = members
             if members != self._updates[number].members:
                 assert self._memory is not None, "what steps has a store"
@@ -300,18 +302,23 @@ class Optimizers:
         self, pushes: Mapping[int, Push], update: Update
     ) -> list[Contribution]:
         """Contributions of plain gradients; reused from the last round if all weights are equal."""
-        weights = _weights(pushes)
-        if (update, weights) != self._cached[:2]:
+        weights, turn = _weights(pushes), self._row_of(0)
+        if (update, weights, turn) != self._cached[:3]:
             total = sum(weights.values())
             made = [(w, self._contribution(w, pushes[w], update)) for w in weights]
             shared = [replace(each, share=weights[w] / total) for w, each in made]
-            self._cached = (update, weights, shared if total else [])
-        return self._cached[2]
+            self._cached = (update, weights, turn, shared if total else [])
+        return self._cached[3]
+
+    def _row_of(self, worker: int) -> int:
+        """The number of the row that holds the worker's gradient."""
+        return worker if self._memory is None else self._memory[0].row_of(worker)
 
     def _contribution(self, worker: int, push: Push, update: Update) -> Contribution:
         packed = {each.number: each for each in push.row.packed}
         staleness = self.late.age(worker) if update.wants_staleness else 0
-        return Contribution(worker, 1.0, self._absent(worker, push, update), packed, staleness)
+        row, absent = self._row_of(worker), self._absent(worker, push, update)
+        return Contribution(row, 1.0, absent, packed, staleness)
 
     def _absent(self, worker: int, push: Push, update: Update) -> frozenset[int]:
         """Absent parameters, with those that the worker does not know to be in the optimizer."""

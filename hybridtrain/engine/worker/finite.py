@@ -25,8 +25,8 @@ class FiniteCheck:
 
     def __init__(self, store: Store, worker: int) -> None:
         self._store, self._worker = store, worker
-        self._known: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        self._rows: dict[int, torch.Tensor] = {}  # by parameter
+        self._known: dict[tuple[int, tuple[int, ...]], list[torch.Tensor]] = {}
+        self._rows: dict[tuple[int, int], torch.Tensor] = {}  # by row and parameter
 
     def offender(
         self,
@@ -57,24 +57,28 @@ class FiniteCheck:
 
     def forget(self) -> None:
         """Zero the row: its values would be read again where a later gradient is absent."""
-        for row in self._store.gradients[self._worker].values():
-            row.zero_()
+        for row in self._store.rows_of(self._worker):
+            for flat in self._store.gradients[row].values():
+                flat.zero_()
 
     def _row(self, number: int) -> torch.Tensor:
-        if number not in self._rows:
+        row = self._store.row_of(self._worker)
+        if (row, number) not in self._rows:
             slot = self._store.layout.slots[number]
-            self._rows[number] = self._store.gradient(self._worker, slot)
-        return self._rows[number]
+            self._rows[row, number] = self._store.gradient(row, slot)
+        return self._rows[row, number]
 
     def _is_finite(self, number: int) -> bool:
         return bool(torch.isfinite(self._row(number)).all())
 
     def _stretches(self, numbers: tuple[int, ...]) -> list[torch.Tensor]:
         """The parts of the row that hold these parameters, adjacent ones joined."""
-        if numbers not in self._known:
-            rows, stretches = self._store.gradients[self._worker], self._store.layout.stretches
-            self._known[numbers] = [rows[dtype][part] for dtype, part in stretches(set(numbers))]
-        return self._known[numbers]
+        row = self._store.row_of(self._worker)
+        if (row, numbers) not in self._known:
+            flats, stretches = self._store.gradients[row], self._store.layout.stretches
+            parts = [flats[dtype][part] for dtype, part in stretches(set(numbers))]
+            self._known[row, numbers] = parts
+        return self._known[row, numbers]
 
 
 def has_finite_sum(flat: torch.Tensor) -> bool:

@@ -225,11 +225,14 @@ class HostReplica(Replica):
         leads: Leads | None = None,
     ) -> None:
         self._parameters = list(parameters)
-        slots = store.layout.slots
-        self._rows = [store.gradient(worker, slot) for slot in slots]  # each in parameter's shape
-        self._window = open_window(store, worker)
+        slots, self._turns = store.layout.slots, store.turns
+        self._rows_of = [  # of each turn, each in its parameter's shape
+            [store.gradient(row, slot) for slot in slots] for row in store.rows_of(worker)
+        ]
+        self._windows = [open_window(store, worker, buffer) for buffer in store.buffers]
+        self._turn()
         self._tells_writes = tells_writes(store, worker, leads)
-        self._number_of = {slot: number for number, slot in enumerate(slots)}
+        self._number_of, self._slots = {slot: n for n, slot in enumerate(slots)}, list(slots)
         self._following = list(slots)
         self._views = [self._window.view(slot) for slot in slots]
         for parameter, view in zip(self._parameters, self._views, strict=True):
@@ -243,22 +246,31 @@ class HostReplica(Replica):
         for number in range(len(slots) if self._eager else 0):
             self._watch(number)
 
+    def _turn(self) -> None:
+        """Read, and write to, what this turn says."""
+        turns = self._turns
+        if turns is not None:
+            turns.take()
+        self._rows = self._rows_of[0 if turns is None else turns.row]
+        self._window = self._windows[0 if turns is None else turns.read]
+
     def _watch(self, number: int) -> None:
         small = self._rows[number].numel() < EAGER
         if small or number in self._watched or not self._parameters[number].requires_grad:
             return
         self._watched.add(number)
-        row, copied, seen = self._rows[number], self._copied, self._seen
+        copied, seen = self._copied, self._seen
 
         def copy(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             if not (self.adding or parameter.grad.is_sparse or has_later_hooks(parameter)):
-                row.copy_(parameter.grad)
+                self._rows[number].copy_(parameter.grad)
                 copied.add(number)
 
         def copy_and_look(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             seen.discard(number)
+            pieces = pieces_of[0 if self._turns is None else self._turns.row]
             if self.adding or has_later_hooks(parameter) or not pieces.fits(parameter.grad):
                 copy(parameter)
                 return
@@ -266,8 +278,8 @@ class HostReplica(Replica):
             if pieces.copy(parameter.grad):
                 seen.add(number)
 
-        pieces = Pieces(row)
-        take = copy_and_look if worth_cutting(row) else copy
+        pieces_of = [Pieces(rows[number]) for rows in self._rows_of]
+        take = copy_and_look if worth_cutting(self._rows[number]) else copy
         self._parameters[number].register_post_accumulate_grad_hook(take)
 
     def collect_whole(self, numbers: Sequence[int]) -> tuple[int, ...]:
@@ -311,13 +323,22 @@ class HostReplica(Replica):
         )
 
     def follow(self, numbers: Iterable[int]) -> None:
-        chosen = set(numbers)
+        chosen, before = set(numbers), set(self._following)
         self._following = [slot for slot, number in self._number_of.items() if number in chosen]
-        self._window.follow(self._following)
+        for window in self._windows:
+            window.follow(self._following)
+        for slot in set(self._following) - before:  # it may have been moved by hand
+            if self._window is not self._windows[0]:
+                self._window.view(slot).copy_(self._windows[0].view(slot))
+        self._look_through()
+
+    def _look_through(self) -> None:
+        """The module's parameters are views of the window, or the worker's own, in the first."""
+        following = set(self._following)
         for number, (parameter, slot) in enumerate(
             zip(self._parameters, self._number_of, strict=True)
         ):
-            view = self._window.view(slot)
+            view = (self._window if slot in following else self._windows[0]).view(slot)
             if view.data_ptr() != self._views[number].data_ptr():
                 self._views[number] = parameter.data = view
 
@@ -348,11 +369,20 @@ class HostReplica(Replica):
 
     def apart(self) -> Writes:
         self._reattach()
-        written = self._window.written(list(self._number_of))
-        return {self._number_of[slot]: elements(self._window.view(slot)) for slot in written}
+        written = {slot for window in self._windows for slot in window.written(self._slots)}
+        return {
+            number: elements(self._views[number])
+            for slot, number in self._number_of.items()
+            if slot in written
+        }
 
     def refresh(self, keep: bool = False) -> None:
-        self._window.refresh(self._following)
+        window = self._window
+        window.refresh(self._following)
+        self._turn()
+        if self._window is not window:
+            self._look_through()
+            self._window.refresh(self._following)
 
     def close(self) -> None:
         """Nothing is held."""

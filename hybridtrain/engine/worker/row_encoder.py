@@ -24,7 +24,7 @@ class RowEncoder:
         self, codec: Codec, parameters: Sequence[torch.nn.Parameter], store: Store, worker: int
     ) -> None:
         self._compressor, self._parameters = Compressor(codec), list(parameters)
-        self._front = store.front(worker)
+        self._store, self._fronts = store, [store.front(row) for row in store.rows_of(worker)]
 
     @torch.no_grad()
     def encode(self, numbers: Sequence[int], sparse: Collection[int]) -> int | None:
@@ -39,7 +39,8 @@ class RowEncoder:
         encoded = self._compressor.encode(found)
         if encoded is None:
             return None
-        self._front[: len(encoded)].copy_(encoded)
+        turns = self._store.turns
+        self._fronts[0 if turns is None else turns.row][: len(encoded)].copy_(encoded)
         return len(encoded)
 
     def forget(self) -> None:

@@ -31,6 +31,7 @@ from hybridtrain.engine.protocol.events import (
     Removed,
     Restarted,
     TimerExpired,
+    UpdateDue,
 )
 from hybridtrain.engine.protocol.messages import (
     NOTES,
@@ -341,6 +342,8 @@ class ProcessWorld:
 
     def _on(self, event: Event) -> None:
         self._send(self.server.on(event))
+        while self.server.update_is_due:
+            self._send(self.server.on(UpdateDue()))
 
     def _send(self, replies: Replies) -> None:
         if self.server.failure is not None and self._failure is None:

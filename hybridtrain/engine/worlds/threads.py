@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from hybridtrain.engine.protocol.events import Completed, Event, Received, Removed
+from hybridtrain.engine.protocol.events import Completed, Event, Received, Removed, UpdateDue
 from hybridtrain.engine.protocol.messages import Reply
+from hybridtrain.engine.server.rounds import Replies
 from hybridtrain.engine.server.server import ParameterServer
 from hybridtrain.engine.worker.client import Client
 from hybridtrain.engine.worker.inbox import StopRequested
@@ -72,9 +73,14 @@ class Threads:
     def on(self, event: Event) -> None:
         """Tell the server, and deliver its replies."""
         with self._changed:
-            for worker, reply in self._server.on(event):
-                self._inboxes[worker].append(reply)
-            self._changed.notify_all()
+            self._deliver(self._server.on(event))
+            while self._server.update_is_due:
+                self._deliver(self._server.on(UpdateDue()))
+
+    def _deliver(self, replies: Replies) -> None:
+        for worker, reply in replies:
+            self._inboxes[worker].append(reply)
+        self._changed.notify_all()
 
     def has_reply(self, worker: int) -> bool:
         """Whether there is a reply for the worker, or never will be."""

@@ -363,7 +363,7 @@ class Session(WorkerSession):
         """In lock-step, behind a step of all: see the masters, with what the server has put off."""
         if self.has_own_parameters:
             self._see_masters(self._is_written)
-        elif any(map(puts_off, self._optimizers)):
+        elif self._requirements.delay or any(map(puts_off, self._optimizers)):
             self.pull()
 
     def accumulates(self) -> bool:
@@ -391,7 +391,7 @@ class Session(WorkerSession):
                 self.buffers.put_back(self._client.steps.version)
         if (encoded := self.replica.encoded) is None:
             for number in absent:
-                self._store.gradient(worker, slots[number]).zero_()
+                self._store.gradient(self._store.row_of(worker), slots[number]).zero_()
         else:  # the server brings what is encoded to all the other places
             absent = tuple(n for n in range(len(slots)) if n not in trained or n in absent)
         # By hand each backward is averaged, so what was gathered before is the mean already.

@@ -207,7 +207,8 @@ class PageLocked:
     def __init__(self, streams: Streams, store: Store, worker: int) -> None:
         self._streams = streams
         self._regions: list[torch.Tensor] = []
-        places = [store.region_of_gradients(worker), store.region_of_parameters(worker)]
+        places = store.regions_of_gradients(worker)
+        places += [store.region_of_parameters(worker, buffer) for buffer in store.buffers]
         if store.averaging:
             places.append(store.region_of_means())
         refused, reason = 0, ""

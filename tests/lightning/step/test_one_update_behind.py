@@ -1,0 +1,103 @@
+"""``pipe_sgd``: lock-step, one update behind, against ten lines of plain torch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain import HybridStrategy
+from tests.lightning.toys import Regression, fit, flat
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.02),
+    "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "rprop": torch.optim.Rprop,  # has no flat kernel: one tensor after the other
+}
+N, EPOCHS = 48, 3
+
+
+def behind(warm_up: int = 0, **options: Any) -> HybridStrategy:
+    return HybridStrategy({"name": "pipe_sgd", "warm_up": warm_up}, **options)
+
+
+class Batches(Regression):
+    """Keeps the mini-batches that one worker has trained on, in their order."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append([each.clone() for each in batch])
+        return super().training_step(batch, batch_idx)
+
+
+def in_plain_torch(make: Any, batches: list[Any], warm_up: int, clip: float = 0.0) -> torch.Tensor:
+    """Each gradient is of the parameters of one update before, but the first of an epoch."""
+    torch.manual_seed(7)
+    masters, read = Regression(), Regression()
+    read.load_state_dict(masters.state_dict())
+    optimizer = make(masters.parameters())
+    for step, (x, y) in enumerate(batches):
+        if step % (len(batches) // EPOCHS) == 0 or 0 < step <= warm_up:
+            read.load_state_dict(masters.state_dict())
+        read.zero_grad()
+        torch.nn.functional.mse_loss(read.net(x), y).backward()
+        newest = {name: value.clone() for name, value in masters.state_dict().items()}
+        for master, own in zip(masters.parameters(), read.parameters(), strict=True):
+            master.grad = own.grad.clone()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(masters.parameters(), clip)
+        optimizer.step()
+        read.load_state_dict(newest)
+    return flat(masters)
+
+
+@pytest.mark.parametrize("warm_up", [0, 5])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_is_ten_lines_of_plain_torch(name: str, warm_up: int) -> None:
+    """To the bit, but where torch steps the last elements of a parameter in another loop."""
+    module, trainer = fit(behind(warm_up), 1, 6, partial(Batches, OPTIMIZERS[name]))
+    assert trainer.global_step == EPOCHS * N // 6
+    expected = in_plain_torch(OPTIMIZERS[name], module.seen, warm_up)
+    if name == "adamw":
+        assert float((flat(module) - expected).abs().max()) < 1e-6
+    else:
+        assert torch.equal(flat(module), expected)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_several_workers_are_one_with_a_larger_mini_batch(workers: int, clip: float) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": clip} if clip else {}
+    module = partial(Regression, OPTIMIZERS["adamw"])
+    whole, _ = fit(behind(3), 1, 12, module, **options)
+    shared, trainer = fit(behind(3), workers, 12 // workers, module, **options)
+    assert float((flat(shared) - flat(whole)).abs().max()) < 1e-6
+    stats = trainer.strategy.run_stats()
+    steps = EPOCHS * N // 12
+    assert stats["updates"] == trainer.global_step == steps
+    at_newest = 4 + 2  # of the warm-up and the next, and the first of both later epochs
+    assert stats["staleness"]["histogram"] == {
+        0: at_newest * workers,
+        1: (steps - at_newest) * workers,
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_runs_give_the_same_bits(workers: int) -> None:
+    runs = [fit(behind(), workers, 4, partial(Regression, OPTIMIZERS["adamw"])) for _ in range(2)]
+    assert torch.equal(flat(runs[0][0]), flat(runs[1][0]))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_without_delay_it_is_hybrid_to_the_bit(workers: int) -> None:
+    module = partial(Regression, OPTIMIZERS["adamw"])
+    theirs, _ = fit("hybrid", workers, 4, module)
+    ours, _ = fit(HybridStrategy({"name": "pipe_sgd", "delay": 0}), workers, 4, module)
+    endless, _ = fit(behind(10**6), workers, 4, module)
+    assert torch.equal(flat(ours), flat(theirs)) and torch.equal(flat(endless), flat(theirs))
