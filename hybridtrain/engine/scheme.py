@@ -97,6 +97,11 @@ def check_parts(scheme: Scheme) -> None:
     scheme.on_failure.check(scheme.world_size)
     correction, wants = scheme.correction, scheme.requirements
     given = f"correction={as_typed(correction)} was given, but under"
+    if correction is not None and wants.delay:
+        raise UserError(
+            f"{given} policy={as_typed(scheme.policy)} each gradient is one update late, which "
+            "these rules do not know of; use strategy.policy.extrapolate=true, or leave it out"
+        )
     if correction is not None and wants.whole_rounds:
         warnings.warn(
             f"{given} policy={as_typed(scheme.policy)} no gradient is "

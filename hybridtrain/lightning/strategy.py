@@ -467,7 +467,7 @@ class HybridStrategy(HostMemoryStrategy):
         agree(self.session, self._count, self.collectives)
         self._has_asked &= not self.requirements.evaluates  # the masters are not what is evaluated
         if self._count is None and self.session is not None and self._all_take_part:
-            self.session.catch_up()
+            self.session.catch_up(ends or has_ended_epoch(self.session.trainer))
         if self._losses is not None:
             self._losses.meet()
 
@@ -557,6 +557,8 @@ class HybridStrategy(HostMemoryStrategy):
         between = self.collectives.local
         if not own:  # or it would exchange earlier than without a checkpoint
             self.exchange_own_steps()
+        if self.session is not None and not self.reports_progress:
+            self.session.show_newest()
         if self._count is not None and self.session is not None and self.is_global_zero:
             self._snapshot = self.session.snapshot(self._count.reach, between)
 

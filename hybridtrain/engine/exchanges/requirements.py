@@ -176,7 +176,12 @@ _CONTRADICTORY = {
     ("free", "holds"): "every contribution is an update at once",
     ("free", "drops_late"): "every contribution is an update at once",
 }
-_ONLY_WITH = {"everyone": "whole_rounds", "backs_up": "whole_pass", "delay": "whole_rounds"}
+_ONLY_WITH = {
+    "everyone": "whole_rounds",
+    "backs_up": "whole_pass",
+    "delay": "whole_rounds",
+    "extrapolates": "delay",
+}
 
 
 def _check_needs(policy: Policy, needs: Needs) -> None:

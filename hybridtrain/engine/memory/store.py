@@ -163,6 +163,7 @@ class Store:
         here: the workers of this host, if not all are: the rows of others are not reserved.
         delayed: an update is made while workers compute: they read one of two copies of the
             masters in turn, and each has two rows (:mod:`hybridtrain.engine.memory.turns`).
+        extrapolates: these copies are of where the masters will be.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Store:
         n_words: int = 0,
         here: Collection[int] | None = None,
         delayed: bool = False,
+        extrapolates: bool = False,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
@@ -209,9 +211,9 @@ class Store:
         self.step_counts = MadeSteps(made, n_workers) if self._n_made else None
         behind = self._words + ALIGNMENT_BYTES + 8 * self._n_made
         self.protocol_words = self.arena.words(behind, n_words)
-        self.turns = (
-            Turns(self.arena.words(behind + 8 * n_words, Turns.N_WORDS)) if delayed else None
-        )
+        turns = self.arena.words(behind + 8 * n_words, Turns.N_WORDS)
+        parts = turns, self.masters, self.copies, self.moves, extrapolates
+        self.turns = Turns(*parts) if delayed else None
 
     @property
     def n_epochs(self) -> int:
@@ -313,8 +315,11 @@ class Store:
 
     @property
     def buffers(self) -> range:
-        """The numbers of the buffers from which a worker reads its parameters in turn."""
-        return range(1 if self.turns is None else self._n_copies)
+        """The numbers of the buffers from which a worker reads its parameters in turn.
+
+        The last of several is that of the masters, which it reads where nobody trains.
+        """
+        return range(1 if self.turns is None else 1 + Turns.MASTERS)
 
     def parameter(self, worker: int, slot: Slot, buffer: int | None = None) -> torch.Tensor:
         """The parameter that the worker computes with: its copy, or the master in lock-step.
@@ -387,7 +392,7 @@ class Store:
         return first + start * size, first + stop * size
 
     def _row_of_parameters(self, worker: int, buffer: int | None) -> tuple[str, int]:
-        if self.turns is not None:
+        if self.turns is not None and buffer != Turns.MASTERS:
             return "copies", self.turns.read if buffer is None else buffer
         return ("copies", worker) if self.private_parameters else ("masters", 0)
 
@@ -435,27 +440,7 @@ class Store:
         if self.private_parameters:
             self.moves.bring(worker)
         elif self.turns is not None:
-            self._show_newest(self.turns)
-
-    # ---- an update that workers do not wait for --------------------------------------------------
-
-    def _show_newest(self, turns: Turns) -> None:
-        """All workers wait: the buffer that they read has the newest masters afterwards."""
-        turns.read_newest()
-        if turns.needs(self.moves.n_changes):
-            self.moves.bring(turns.read)
-
-    def begin_turn(self) -> None:
-        """Workers are released: they read the newest masters, and write to their other rows."""
-        assert self.turns is not None, "no update is made behind a release"
-        self.turns.begin()
-
-    def end_turn(self) -> None:
-        """The update is made: its masters are in the buffer that no worker reads."""
-        assert self.turns is not None, "no update is made behind a release"
-        self.turns.needs(self.moves.n_changes)
-        self.moves.bring(self.turns.spare)
-        self.turns.end()
+            self.turns.show_newest()
 
     def was_refreshed(self, worker: int) -> bool:
         """Whether the worker's parameters may have changed since this was asked last."""

@@ -10,25 +10,62 @@ The update's result then goes to the other buffer, which no worker reads before 
 | all have been released with update t | t | is written | 0, 1 |
 | update t + 1 is made | t | t + 1 | |
 | all have been released again | t + 1 | is written | 1, 0 |
+
+With ``extrapolates`` the other buffer gets the masters and their last movement once more, which is
+where they will be, about, when the gradient that is computed there is applied. (Chen, Yang, Cheng,
+*Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform*, 2018,
+arXiv:1809.02839, section 3.2, predict weights so, from the momentum.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+Buffers = Mapping[torch.dtype, torch.Tensor]  # dtype -> (P,)
+
+
+class Moves(Protocol):
+    """Changes of the masters."""
+
+    n_changes: int
+
+    def bring(self, worker: int) -> None:
+        """Update the copy of this number from the masters."""
+
 
 class Turns:
-    """The present turn, in shared memory: written by the server, read by all.
+    """The present turn, in shared memory: the server moves it on, all others read it.
+
+    Legend: P elements of one dtype's buffer.
 
     Args:
         words: (N_WORDS,) int64, zero at first.
+        masters: the master buffers.
+        copies: the two buffers that workers read.
+        moves: brings the masters to a copy.
+        extrapolates: workers read where the masters will be, about.
     """
 
-    N_WORDS = 3
-    _READ, _NEWEST, _NEXT_ROW = range(N_WORDS)
+    N_WORDS = 5
+    _READ, _NEWEST, _NEXT_ROW, _AHEAD = range(4)  # and of the other buffer, too: ahead
+    MASTERS = 2  # the number of the masters, beside those of both buffers
 
-    def __init__(self, words: memoryview) -> None:
-        self._words = words
+    def __init__(
+        self,
+        words: memoryview,
+        masters: Buffers,
+        copies: Sequence[Buffers],
+        moves: Moves,
+        extrapolates: bool = False,
+    ) -> None:
+        self._words, self._masters, self._copies, self._moves = words, masters, copies, moves
         self.row = 0  # of each worker: of the update here, of the next gradient in a worker
-        self._changes = -1  # of the masters that the newest buffer has
+        self._changes = -1  # of the masters, when they were copied last
+        self._extrapolates = extrapolates
+        self._before: dict[torch.dtype, torch.Tensor] = {}  # the masters before the last update
 
     @property
     def read(self) -> int:
@@ -36,43 +73,78 @@ class Turns:
         return self._words[self._READ]
 
     @property
-    def newest(self) -> int:
-        """The number of the buffer with the newest masters."""
-        return self._words[self._NEWEST]
-
-    @property
-    def spare(self) -> int:
-        """The number of the buffer that no worker reads."""
-        return 1 - self.read
-
-    @property
     def behind(self) -> bool:
-        """Whether workers read older parameters than the newest."""
-        return self.read != self.newest
+        """Whether workers read parameters without the update that was made last, or is due."""
+        return self.read != self._words[self._NEWEST]
 
     def take(self) -> None:
         """By a worker, which is released: the next gradient goes to this row."""
         self.row = self._words[self._NEXT_ROW]
 
-    def needs(self, changes: int) -> bool:
-        """Whether the masters have changed so often, but not the buffer; it is up to date now."""
-        old, self._changes = self._changes, changes
-        return old != changes
+    # ---- by the server --------------------------------------------------------------------------
 
-    def read_newest(self) -> None:
-        """Workers read the newest buffer."""
-        self._words[self._READ] = self._words[self._NEWEST]
+    def show_newest(self) -> None:
+        """All workers wait: the buffer that they read has the newest masters afterwards."""
+        now = self._read_other()
+        if self._changes != self._moves.n_changes or self._is_ahead(now):
+            self._bring(now)
 
     def begin(self) -> None:
-        """Workers are released; the update that follows reads the rows of ``row``."""
-        self.read_newest()
+        """Workers are released; an update follows, of the rows of ``row``."""
+        self._words[self._NEWEST] = 1 - self._read_other()
+        if self._is_ahead(self.read) and not self._before:  # of a resumed run
+            self._before = {dtype: each.clone() for dtype, each in self._masters.items()}
         self._words[self._NEXT_ROW] = 1 - self.row
 
     def end(self) -> None:
-        """The update is made, and lies in the spare buffer; the next one reads the other rows."""
-        self._words[self._NEWEST] = self.spare
+        """The update is made; it goes to the buffer that no worker reads."""
+        other = 1 - self.read
+        if self._extrapolates:
+            self._extrapolate(other)
+        else:
+            self._bring(other)
         self.row = self._words[self._NEXT_ROW]
 
-    def resume(self) -> None:
-        """Training goes on with parameters that are one update behind, in the buffer to be read."""
-        self._words[self._NEWEST] = self.spare
+    def _read_other(self) -> int:
+        """Workers read the newest buffer from now on; returns its number."""
+        self._words[self._READ] = now = self._words[self._NEWEST]
+        return now
+
+    def _bring(self, buffer: int) -> None:
+        self._moves.bring(buffer)
+        self._changes, self._words[self._AHEAD + buffer] = self._moves.n_changes, 0
+
+    def _is_ahead(self, buffer: int) -> bool:
+        """Whether the buffer has not the masters, but where they will be."""
+        return bool(self._words[self._AHEAD + buffer])
+
+    @torch.no_grad()
+    def _extrapolate(self, buffer: int) -> None:
+        """The buffer gets the masters, and what the last update has moved once more."""
+        ahead = self._is_ahead(self.read)
+        for dtype, masters in self._masters.items():
+            before = self._before[dtype] if ahead else self._copies[self.read][dtype]
+            target = self._copies[buffer][dtype]
+            torch.sub(masters, before, out=target)
+            target.add_(masters)
+            self._before.setdefault(dtype, torch.empty_like(masters)).copy_(masters)
+        self._changes, self._words[self._AHEAD + buffer] = self._moves.n_changes, 1
+
+    # ---- a resumed run --------------------------------------------------------------------------
+
+    def held(self) -> list[int]:
+        """The numbers of the buffers that a resumed run needs: that which is read, and perhaps the
+        other one, which lacks nothing but its update."""
+        other = 1 - self.read
+        return [self.read, *([other] if self._is_ahead(other) else [])] if self.behind else []
+
+    def resume(self, n_held: int) -> list[Buffers]:
+        """Training goes on one update behind; returns as many buffers as it had, to be filled.
+
+        Each worker does so, alike, before its first step.
+        """
+        read, other = self.read, 1 - self.read
+        self._moves.bring(other)
+        self._words[self._NEWEST] = other
+        self._words[self._AHEAD + read] = self._words[self._AHEAD + other] = n_held - 1
+        return [self._copies[buffer] for buffer in (read, other)[:n_held]]

@@ -23,12 +23,14 @@ from hybridtrain.util.option_types import Checked, Natural
 class PipeSGD(Checked, WaitForAll):
     """As ``WaitForAll``, but a round's workers are released before its update is made.
 
-    Every gradient is computed with the parameters of one update before, but the first ones of a
-    pass: where all workers meet at its end, they continue from the newest parameters.
+    Every gradient is computed with the parameters of one update before, but the first one of an
+    epoch: where all workers meet at its end, they continue from the newest parameters.
 
     Args:
         delay: updates that gradients are behind: 1, or 0 (``hybrid``).
         warm_up: so many updates are made in lock-step first. (Ren et al. take 40.)
+        extrapolate: workers read the masters and their last movement once more, which is where they
+            will be, about, when the gradient is applied; else the masters.
 
     Raises:
         UserError: if ``delay`` is neither 0 nor 1.
@@ -36,6 +38,7 @@ class PipeSGD(Checked, WaitForAll):
 
     delay: Natural = 1
     warm_up: Natural = 40
+    extrapolate: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +51,11 @@ class PipeSGD(Checked, WaitForAll):
 
     def begin(self, n_workers: int) -> Needs:
         needs, self._updates = super().begin(n_workers), 0
-        return needs if not self.delay else replace(needs, everyone=False, delay=self.delay)
+        return (
+            needs
+            if not self.delay
+            else replace(needs, everyone=False, delay=self.delay, extrapolates=self.extrapolate)
+        )
 
     def on(self, fact: Fact) -> Sequence[Order]:
         if isinstance(fact, Began):

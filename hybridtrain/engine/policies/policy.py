@@ -15,7 +15,8 @@ class Needs:
 
     ``whole_rounds``: all step equally often, and no worker computes while an update is applied,
     unless there is a ``delay``: then workers compute the next gradient meanwhile, with parameters
-    of so many updates before (1: ``ReleaseThenApply``).
+    of so many updates before (1: ``ReleaseThenApply``). ``extrapolates``: with a delay, of where
+    the masters will be, about, when the gradient is applied.
     ``turns``: one worker computes at a time, and sends ``Ready`` before each mini-batch; ``asks``:
     only before its first. ``free``: every push is an update, and its worker is released at once.
     ``everyone``: an update has one gradient of each worker, and the policy keeps no state between
@@ -42,6 +43,7 @@ class Needs:
     whole_pass: bool = False
     backs_up: bool = False
     delay: int = 0
+    extrapolates: bool = False
 
 
 @runtime_checkable

@@ -275,10 +275,12 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Pull:
     """Update the worker's parameters, after these ``writes`` of user code, which count once if all
-    workers make them ``alike`` between two meetings."""
+    workers make them ``alike`` between two meetings. ``looks``: only wait until the masters may be
+    read; the worker computes with what it has afterwards."""
 
     writes: Writes = field(default_factory=dict)
     alike: bool = False
+    looks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

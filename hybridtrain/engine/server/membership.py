@@ -122,7 +122,8 @@ class Membership:
         assert self.rounds.store is not None, "only workers of a run that trains are restarted"
         if isinstance(request, Share):
             return [(worker, Shared(self.rounds.store.arena.n_bytes))]
-        self.rounds.refresh(worker)
+        if self.rounds.store.turns is None:  # else it reads what the others compute with
+            self.rounds.refresh(worker)
         freed = self.rounds.join(worker)
         self.statistics.comes(worker)
         version, missing = self.rounds.version, self.missing

@@ -54,7 +54,6 @@ from hybridtrain.engine.server.run_statistics import RunStatistics
 from hybridtrain.engine.updates import Optimizers, Stepped
 from hybridtrain.engine.updates.thread_pool import Pool
 from hybridtrain.errors import UserError
-from hybridtrain.util.option_types import as_typed
 
 Replies = list[tuple[int, Reply]]
 _NOTHING, _DROPPED = Stepped(()), Stepped(())
@@ -187,8 +186,6 @@ class Rounds:
         others = self.pushed if self.requirements.whole_rounds else {}
         if (reason := objection(worker, push, others, self.optimizers)) is not None:
             raise UserError(reason)
-        if push.writes and self.store is not None and self.store.turns is not None:
-            self._check_writes(worker, push.writes, self.store)
         self._handed_over.take(worker, push, self.store, self.optimizers)
         self.pushed[worker] = push
         samples = self._samples(push)
@@ -208,18 +205,6 @@ class Rounds:
             raise UserError(self._promises.held_back(worker))
         return freed
 
-    def _check_writes(self, worker: int, writes: Writes, store: Store) -> None:
-        """Raises ``UserError`` if a newer value of these parameters would be lost."""
-        assert store.turns is not None, "updates are made behind releases"
-        if store.turns.behind:
-            names = ", ".join(store.layout.slots[number].name for number in writes)
-            raise UserError(
-                f"worker {worker} has written to parameters ({names}) while training, but under "
-                f"policy {as_typed(self._policy)} they are one update behind, and that update "
-                "would be lost; write where an epoch begins or ends, let the optimizer do it, or "
-                "use policy=hybrid"
-            )
-
     # ---- an update that workers do not wait for --------------------------------------------------
 
     @property
@@ -233,8 +218,8 @@ class Rounds:
         ages = {worker: self._statistics.age(worker) for worker in workers}
         for worker, push in pushes.items():
             self.take(worker, push.writes)
-        if self.store is not None:
-            self.store.begin_turn()
+        if self.store is not None and self.store.turns is not None:
+            self.store.turns.begin()
         self._outcome.update(dict.fromkeys(workers, self._news))
         replies = [self._release(worker, ahead=1) for worker in workers]
         self._due = _DueUpdate(pushes, ages)
@@ -248,8 +233,8 @@ class Rounds:
         stepped = [self._outcome.pop(worker) for worker in due.pushes]
         self._news = Stepped((), news=stepped[0].news)
         self._count_update(due.pushes, counted, due.ages)
-        if self.store is not None:
-            self.store.end_turn()
+        if self.store is not None and self.store.turns is not None:
+            self.store.turns.end()
         return []
 
     # ---- an update that begins while rows arrive from other hosts -------------------------------

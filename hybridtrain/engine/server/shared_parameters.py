@@ -80,6 +80,7 @@ def made_store(
         words,
         here,
         delayed=wants.delay > 0,
+        extrapolates=wants.extrapolates,
     )
 
 

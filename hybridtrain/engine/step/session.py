@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,7 +10,7 @@ import torch
 
 from hybridtrain.engine.exchanges import Exchange, LocalExchange, Requirements
 from hybridtrain.engine.exchanges.compression import Codec, codec_of
-from hybridtrain.engine.memory import Layout
+from hybridtrain.engine.memory import Layout, Slot
 from hybridtrain.engine.protocol.messages import Install
 from hybridtrain.engine.step.accumulation import Accumulation
 from hybridtrain.engine.step.gradient_step import GradientStep
@@ -105,7 +105,8 @@ class WorkerSession:
         self._group = None if together == 1 else HostGroup(client, store, together)
         self._publish()
         client.gather("initial parameters", None)
-        store.refresh(client.worker)
+        if not client.joins:
+            store.refresh(client.worker)
         self.buffers = SharedBuffers(trained.buffers, store, client) if trained.buffers else None
         self.share_buffers()
         self.steps: list[WorkerStep] = []
@@ -327,6 +328,36 @@ class WorkerSession:
         self.replica.refresh()
         return version
 
+    def show_newest(self) -> None:
+        """The module has the newest parameters, until training goes on from what it has."""
+        self._client.settle()
+        if self._store.turns is not None and self._store.turns.behind:
+            self.replica.writes()  # raises, if user code has written to any
+            self._client.await_masters()
+            self.replica.show_masters()
+
+    @torch.no_grad()
+    def resume_behind(self, read: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Training goes on one update behind.
+
+        Args:
+            read: by number, a parameter as workers compute with it, and as they will with the next
+                release where that is not the master.
+        """
+        n_held = min(map(len, read.values()), default=0)
+        if self._store.turns is None or not n_held:
+            return
+        slots = self._store.layout.slots
+        for number, values in read.items():
+            check_shape(slots[number], values)
+        buffers = self._store.turns.resume(n_held)
+        for number, values in read.items():
+            slot = slots[number]
+            for buffer, value in zip(buffers, values, strict=False):
+                slot.view(buffer[slot.dtype][slot.offset :][: slot.numel]).copy_(value)
+        self.replica.writes()
+        self.replica.refresh()
+
     def sit_out(self) -> None:
         """The others make a step for which this worker has no data."""
         self.put_back()
@@ -363,3 +394,17 @@ class WorkerSession:
         version = self._client.begin(self.replica.writes())
         self.replica.refresh()
         return version
+
+
+def check_shape(slot: Slot, values: Sequence[torch.Tensor]) -> None:
+    """Refuse a parameter of another shape, as workers of the saved run have computed with it.
+
+    Raises:
+        UserError: naming both shapes.
+    """
+    for value in values:
+        if value.shape != slot.shape:
+            raise UserError(
+                f"the checkpoint has {slot.name} with shape {tuple(value.shape)} as workers "
+                f"computed with it, but the model has {tuple(slot.shape)}; give a checkpoint of this model"
+            )

@@ -147,6 +147,10 @@ class Client:
         self.steps.read(version)
         return version
 
+    def await_masters(self) -> None:
+        """Wait until the masters have every update that is due, and may be read."""
+        self._requests.ask(Pull(looks=True), Released)
+
     # ---- meeting, reading, stopping -------------------------------------------------------------
 
     def gather(self, tag: str, item: Any, **kind: Any) -> list[Any]:

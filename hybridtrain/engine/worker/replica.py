@@ -27,6 +27,7 @@ from hybridtrain.engine.memory.store import elements
 from hybridtrain.engine.protocol.messages import Writes
 from hybridtrain.engine.worker.device import Streams
 from hybridtrain.engine.worker.row_encoder import RowEncoder
+from hybridtrain.errors import UserError
 
 LARGE = 128 * 1024  # elements: below that, one pass over many tensors costs less than this
 PIECE = 64 * 1024  # elements: 256 KiB of source and of copy, of a cache of half a MiB or more
@@ -154,8 +155,17 @@ class Replica(Protocol):
 
     @property
     def shows_masters(self) -> bool:
-        """Whether the module has the masters in place of the worker's own parameters."""
+        """Whether the module has the masters in place of what the worker computes with."""
         return False
+
+    def show_masters(self) -> None:
+        """Nobody trains now: the module has the masters, until :meth:`put_back`."""
+        return
+
+    def read_behind(self, number: int) -> list[torch.Tensor]:
+        """If an update behind, copies of this parameter as the worker computes with it, and as it
+        will with the next release where that is not the master."""
+        return []
 
     def hold_masters(self) -> None:
         """Newer masters are about to be read, which the worker has not computed with."""
@@ -189,6 +199,15 @@ def tells_writes(store: Store, worker: int, leads: Leads | None) -> Leads:
     if store.private_parameters:
         return lambda: True
     return leads or (lambda: worker == 0)
+
+
+def written_behind(names: Sequence[str]) -> UserError:
+    """The error for parameters that user code has written to, where an update would be lost."""
+    return UserError(
+        f"user code has written to parameters ({', '.join(names)}) in the middle of an epoch, "
+        "where they are one update behind (pipe_sgd), so that update would be lost; write where an "
+        "epoch begins or ends, leave it to the optimizer, or use strategy=hybrid"
+    )
 
 
 def has_later_hooks(parameter: torch.Tensor) -> bool:
@@ -253,6 +272,7 @@ class HostReplica(Replica):
             turns.take()
         self._rows = self._rows_of[0 if turns is None else turns.row]
         self._window = self._windows[0 if turns is None else turns.read]
+        self._shows = False
 
     def _watch(self, number: int) -> None:
         small = self._rows[number].numel() < EAGER
@@ -363,6 +383,8 @@ class HostReplica(Replica):
     def writes(self) -> Writes:
         self._reattach()
         changed = self._window.written(self._following)
+        if changed and self._turns is not None and self._turns.behind:
+            raise written_behind([slot.name for slot in changed])
         if not self._tells_writes():
             return {}
         return {self._number_of[slot]: elements(self._window.view(slot)) for slot in changed}
@@ -383,6 +405,24 @@ class HostReplica(Replica):
         if self._window is not window:
             self._look_through()
             self._window.refresh(self._following)
+
+    @property
+    def shows_masters(self) -> bool:
+        return self._shows
+
+    def show_masters(self) -> None:
+        if self._turns is not None and self._turns.behind:
+            self._window, self._shows = self._windows[self._turns.MASTERS], True
+            self._look_through()
+
+    def put_back(self) -> None:
+        if self._shows:
+            self.writes()
+            self.refresh()
+
+    def read_behind(self, number: int) -> list[torch.Tensor]:
+        held = [] if self._turns is None else self._turns.held()
+        return [self._windows[buffer].view(self._slots[number]).clone() for buffer in held]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -35,6 +35,7 @@ from hybridtrain.util.option_types import (
 )
 
 WORKERS = "workers"  # in an optimizer's saved state: what is each worker's own
+READ = "read"  # the parameters that workers computed with, if they were an update behind
 
 _Version = Annotated[str, Rule("such as 2.6.1", re.compile(r"\d{1,9}(\.\d{1,9}){1,3}").match)]
 _One = Annotated[Tensor, Rule("of one number", lambda rate: rate.numel() == 1)]
@@ -106,6 +107,7 @@ _OPTIMIZER = {
     "param_groups?": [_GROUP],
     "masters?": {"update": str, "state": {EACH: _STATES}},
     "workers?": {EACH: _OF_WORKER},
+    "read?": {EACH: [Tensor]},
 }
 _FULL = {
     "loops?": {"fit_loop": _FIT_LOOP, "*loop": _LOOP},

@@ -18,7 +18,8 @@ from hybridtrain.engine.memory.scratch_file import Scratch, fill, read
 from hybridtrain.engine.step.worker_step import MASTERS, WorkerStep
 from hybridtrain.engine.updates.named import NamedUpdate
 from hybridtrain.engine.worker.client import Client
-from hybridtrain.lightning.checkpointing.checkpoint_content import WORKERS, restoring
+from hybridtrain.engine.worker.replica import Replica
+from hybridtrain.lightning.checkpointing.checkpoint_content import READ, WORKERS, restoring
 from hybridtrain.lightning.checkpointing.checkpoint_sizes import check_shapes, check_worker
 
 States = dict[int, dict[str, Any]]  # by worker
@@ -37,6 +38,7 @@ class SavedStates:
         self._masters: dict[int, dict[str, Any]] = {}  # id(optimizer) -> of the masters' own
         self._inner: dict[int, States] = {}  # id(optimizer) -> what is each worker's own
         self._gathered: list[States] = []  # of each optimizer, while all save together
+        self._read: dict[int, dict[int, list[torch.Tensor]]] = {}  # id(optimizer) -> by place
 
     # ---- back -----------------------------------------------------------------------------------
 
@@ -46,6 +48,7 @@ class SavedStates:
         if (masters := own.pop(MASTERS, None)) is not None:
             self._masters[id(optimizer)] = masters
         self._inner[id(optimizer)] = own.pop(WORKERS, {})
+        self._read[id(optimizer)] = own.pop(READ, {})
         for inner in self._inner[id(optimizer)].values():
             check_worker(optimizer, inner, "ckpt")
         optimizer.load_state_dict(own)
@@ -87,6 +90,15 @@ class SavedStates:
             with restoring():
                 step.load_own_state({**states.get(self._like, saver), "used": used})
 
+    def take_read(self, steps: Sequence[WorkerStep]) -> dict[int, list[torch.Tensor]]:
+        """By number, the parameters that workers computed with, if they were an update behind."""
+        return {
+            step.numbers[place]: value
+            for step in steps
+            for place, value in self._read.pop(id(step.optimizer), {}).items()
+            if place < len(step.numbers)
+        }
+
     # ---- into -----------------------------------------------------------------------------------
 
     def gather(self, steps: Sequence[WorkerStep], numbers: Any) -> dict[int, Any]:
@@ -125,6 +137,20 @@ class SavedStates:
         for inner in gathered:
             inner[worker] = {key: part for key, part in inner[worker].items() if key != "state"}
         return [own | {WORKERS: inner} for own, inner in zip(states, gathered, strict=True)]
+
+    @staticmethod
+    def with_read(
+        states: list[dict[str, Any]], steps: Sequence[WorkerStep], replica: Replica
+    ) -> list[dict[str, Any]]:
+        """Each optimizer's saved state, with the parameters that workers compute with.
+
+        Only where they are an update behind those that are saved.
+        """
+        found = []
+        for state, step in zip(states, steps, strict=True):
+            read = {place: replica.read_behind(n) for place, n in enumerate(step.numbers)}
+            found.append(state | {READ: read} if any(read.values()) else state)
+        return found
 
 
 def tell_what_is_dropped(states: Mapping[int, object], n_workers: int) -> None:

@@ -160,6 +160,7 @@ class Session(WorkerSession):
 
     def _is_handed_over(self) -> None:
         self.saved.take_back(self.steps)
+        self.resume_behind(self.saved.take_read(self.steps))
 
     def _masters_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return self.saved.masters_of(optimizer, self._update, self._requirements.own_state)
@@ -220,7 +221,9 @@ class Session(WorkerSession):
         self._client.pushes.settle()
         if between:
             self.replica.hold_masters()
+        self.show_newest()
         changed = bool(self.replica.writes()) or (self._has_met and bool(self.replica.changed()))
+        changed |= self._requirements.delay > 0  # or all would go on from the newest
         version, saved = self._client.snapshots.take(refresh=not changed)
         if changed:
             self._client.steps.reach(version)
@@ -228,7 +231,8 @@ class Session(WorkerSession):
             self.replica.refresh(keep=between)
         reach(version)
         pairs = zip(self.steps, saved, strict=True)
-        return self.saved.with_inner([s.state_dict(self._unscheduled(s, x)) for s, x in pairs])
+        states = [s.state_dict(self._unscheduled(s, x)) for s, x in pairs]
+        return self.saved.with_read(self.saved.with_inner(states), self.steps, self.replica)
 
     def _unscheduled(self, step: WorkerStep, saved: SavedOptimizer) -> SavedOptimizer:
         """Leave out rates that a schedule on a plateau moves: the server has those of the last
@@ -359,10 +363,15 @@ class Session(WorkerSession):
         """Whether gradients wait for the next step."""
         return self._gathered.waits
 
-    def catch_up(self) -> None:
-        """In lock-step, behind a step of all: see the masters, with what the server has put off."""
+    def catch_up(self, ends: bool = False) -> None:
+        """In lock-step, behind a step of all: see the masters, with what the server has put off.
+
+        ``ends``: an epoch ends here, so all go on from the newest parameters.
+        """
         if self.has_own_parameters:
             self._see_masters(self._is_written)
+        elif self._requirements.delay and not ends:
+            self.show_newest()
         elif self._requirements.delay or any(map(puts_off, self._optimizers)):
             self.pull()
 

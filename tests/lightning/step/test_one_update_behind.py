@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from tests.lightning.toys import Regression, fit, flat
+from tests.lightning.toys import Regression, fit, flat, regression_data
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.02),
@@ -20,8 +25,9 @@ OPTIMIZERS: dict[str, Any] = {
 N, EPOCHS = 48, 3
 
 
-def behind(warm_up: int = 0, **options: Any) -> HybridStrategy:
-    return HybridStrategy({"name": "pipe_sgd", "warm_up": warm_up}, **options)
+def behind(warm_up: int = 0, extrapolate: bool = False, **options: Any) -> HybridStrategy:
+    policy = {"name": "pipe_sgd", "warm_up": warm_up, "extrapolate": extrapolate}
+    return HybridStrategy(policy, **options)
 
 
 class Batches(Regression):
@@ -101,3 +107,75 @@ def test_without_delay_it_is_hybrid_to_the_bit(workers: int) -> None:
     ours, _ = fit(HybridStrategy({"name": "pipe_sgd", "delay": 0}), workers, 4, module)
     endless, _ = fit(behind(10**6), workers, 4, module)
     assert torch.equal(flat(ours), flat(theirs)) and torch.equal(flat(endless), flat(theirs))
+
+
+# ---- what only looks at training ----------------------------------------------------------------
+
+
+class Looks(pl.Callback):
+    """Notes, in each validation, whether the module has what all updates have given."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+        self.behind: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.behind.append(flat(module))
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.weights.append(flat(module))
+
+
+def validated(workers: int, extrapolate: bool, **options: Any) -> tuple[Any, Looks]:
+    looks = Looks()
+    module, _ = fit(
+        behind(3, extrapolate),
+        workers,
+        4,
+        partial(WithValidation, OPTIMIZERS["adamw"]),
+        callbacks=[looks],
+        **options,
+    )
+    return module, looks
+
+
+class WithValidation(Regression):
+    def val_dataloader(self) -> Any:
+        return DataLoader(regression_data(), 16)
+
+
+@pytest.mark.parametrize("extrapolate", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_validation_within_an_epoch_sees_the_newest_and_changes_no_bit(
+    workers: int, extrapolate: bool
+) -> None:
+    whole, _ = validated(workers, extrapolate, limit_val_batches=0)
+    module, looks = validated(workers, extrapolate, val_check_interval=2)
+    assert torch.equal(flat(module), flat(whole))
+    assert len(looks.weights) == EPOCHS * (N // 4 // workers) // 2
+    assert torch.equal(looks.weights[-1], flat(module))
+    if not extrapolate:  # what a worker has behind the next step is what a validation has seen
+        seen = [any(torch.equal(each, at) for at in looks.behind) for each in looks.weights[:-1]]
+        assert all(seen)
+    assert not any(torch.equal(*pair) for pair in pairwise(looks.weights))
+
+
+@pytest.mark.parametrize("extrapolate", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("step", [2, 6, 8, 12])
+def test_resumed_equals_uninterrupted_to_the_bit(
+    step: int, workers: int, extrapolate: bool, tmp_path: Path
+) -> None:
+    module = partial(Regression, OPTIMIZERS["adamw"])
+    size = 6 // workers
+    whole, _ = fit(behind(4, extrapolate), workers, size, module)
+    keeps = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=step)
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [keeps]}
+    kept, _ = fit(behind(4, extrapolate), workers, size, module, **options)
+    assert torch.equal(flat(kept), flat(whole))
+    path = str(tmp_path / f"step={step}.ckpt")
+    read = torch.load(path, weights_only=True)["optimizer_states"][0].get("read")
+    assert (read is not None) == (step > 4)
+    resumed, trainer = fit(behind(4, extrapolate), workers, size, module, ckpt_path=path)
+    assert trainer.global_step == EPOCHS * N // 6
+    assert torch.equal(flat(resumed), flat(whole))
