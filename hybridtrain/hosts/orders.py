@@ -21,9 +21,13 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Hand these replies of the server to their workers, by number, in this order."""
+    """Hand these replies of the server to their workers, by number, in this order.
+
+    ``turn``: of the server's memory, if it has turns; this host's has the same from here on.
+    """
 
     replies: tuple[tuple[int, Any], ...]
+    turn: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

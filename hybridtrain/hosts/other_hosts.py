@@ -22,7 +22,16 @@ from hybridtrain.engine.memory import Store
 from hybridtrain.engine.memory.layout import FAR_BYTES
 from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.engine.protocol.events import Announced, NotArrived
-from hybridtrain.engine.protocol.messages import Average, Averaged, Gathered, Push, Reply, Shared
+from hybridtrain.engine.protocol.messages import (
+    Average,
+    Averaged,
+    Done,
+    Gathered,
+    Push,
+    Released,
+    Reply,
+    Shared,
+)
 from hybridtrain.engine.server.server import ParameterServer
 from hybridtrain.engine.worlds.start_workers import RestartPoint, WorkerHandle, WorkerStarter
 from hybridtrain.hosts import transport
@@ -102,6 +111,7 @@ class OtherHost:
         self._replies: list[tuple[int, Reply]] = []
         self._spans: list[Span] = []
         self._masters: _Masters | None = None
+        self._copied = [0, 0]  # which state of each of both buffers it has, if there are turns
         self._shares = False  # it knows the memory of this run
         self._past: dict[str, float] = dict.fromkeys(_THERE, 0)  # of connections that are lost
 
@@ -116,6 +126,7 @@ class OtherHost:
         self.name = f"host {self.number} ({connection.about.get('name', 'no name')})"
         self._fresh, self._begun, self._replies, self._spans = True, False, [], []
         self._masters, self._shares = None, False  # it has none yet
+        self._copied = [0, 0]
 
     # ---- the beginning --------------------------------------------------------------------------
 
@@ -124,7 +135,7 @@ class OtherHost:
         self._server, self._fresh, self._begun = server, True, False
         self.workers = {each: RemoteWorker(each, self, gone=True) for each in self.numbers}
         self._replies, self._spans, self._masters = [], [], None
-        self._shares = False
+        self._shares, self._copied = False, [0, 0]
 
     def start(
         self, numbers: Sequence[int], selector: BaseSelector, restart: RestartPoint | None = None
@@ -220,7 +231,7 @@ class OtherHost:
         if (store := server.store) is not None:
             if isinstance(reply, Shared):
                 self.connection.attach(store.arena.memory, written_by(store, self.numbers))
-                if self._masters is None and not store.private_parameters:
+                if self._masters is None and not (store.private_parameters or store.turns):
                     self._masters = _Masters(self.connection, store)
                 self._shares = True
             elif self._shares:
@@ -235,8 +246,27 @@ class OtherHost:
             spans = list(dict.fromkeys(self._spans))
             if self._masters is not None:
                 spans = self._masters.lacking(spans)
-            self.connection.send(Deliver(tuple(self._replies)), spans)
+            spans += self._buffers()
+            self.connection.send(Deliver(tuple(self._replies), self._turn()), spans)
         self._replies, self._spans = [], []
+
+    def tell_of_update(self) -> None:
+        """Send the buffer with the update that workers did not wait for."""
+        if not self.lost and self._shares:
+            self.connection.send_rows(self._buffers())
+
+    def _turn(self) -> tuple[int, ...] | None:
+        store = None if self._server is None else self._server.store
+        return None if store is None or store.turns is None else store.turns.state
+
+    def _buffers(self) -> list[Span]:
+        """Of both buffers that workers read in turn, those that this host has not as they are."""
+        store = None if self._server is None else self._server.store
+        if store is None or store.turns is None or not self._shares:
+            return []
+        now, self._copied = self._copied, list(store.turns.states)
+        stale = [n for n, state in enumerate(self._copied) if state != now[n]]
+        return [store.region_of_parameters(0, n) for n in stale]
 
     def leave(self) -> None:
         """The run has ended: listen no more for now."""
@@ -324,6 +354,8 @@ def written_for(store: Store, workers: Sequence[int]) -> list[Span]:
     found = [store.region_of_masters(), store.region_of_state()]
     if store.private_parameters:
         found += map(store.region_of_parameters, workers)
+    if store.turns is not None:
+        found += [store.region_of_parameters(0, number) for number in store.buffers[:-1]]
     return [*found, store.region_of_means()] if store.averaging else found
 
 
@@ -332,8 +364,12 @@ def _spans_behind(reply: Reply, number: int, store: Store, training: bool) -> li
     spans = []
     if isinstance(reply, Averaged):
         spans.append(store.region_of_means())
-    if store.was_refreshed(number):
-        spans.append(store.region_of_parameters(number))
+    ahead = isinstance(reply, Released) and reply.ahead
+    if store.turns is not None and isinstance(reply, Done):  # to a worker that looks at the masters
+        spans.append(store.region_of_masters())
+    if store.was_refreshed(number) or ahead:
+        if store.turns is None:  # else both buffers go as they change
+            spans.append(store.region_of_parameters(number))
         if not store.private_parameters and store.layout.state_bytes:
             spans.append(store.region_of_state())
     elif isinstance(reply, Gathered) and not training:
@@ -447,6 +483,11 @@ class Hosts:
         """Send what has been queued."""
         for host in self._hosts:
             host.flush()
+
+    def tell_of_update(self) -> None:
+        """Send the masters, which have the update that workers did not wait for."""
+        for host in self._hosts:
+            host.tell_of_update()
 
     def look(self, now_s: float, admits: bool) -> list[int]:
         """Once a second: show life to the other hosts, and see theirs.

@@ -270,8 +270,11 @@ class Relay:
         match order:
             case StartWorkers():
                 self._start(order, selector)
-            case Deliver(replies):
+            case Deliver(replies=replies):
                 self._tags = _tags_of(self._store)
+                if order.turn is not None and self._store is not None:
+                    assert self._store.turns is not None, "it is made as the server's"
+                    self._store.turns.follow(order.turn)
                 for number, reply in replies:
                     self._deliver(number, reply)
             case KillWorker(number, cause):

@@ -65,6 +65,7 @@ class Turns:
         self.row = 0  # of each worker: of the update here, of the next gradient in a worker
         self._changes = -1  # of the masters, when they were copied last
         self._extrapolates = extrapolates
+        self.states = [0, 0]  # how often each buffer has been written to
         self._before: dict[torch.dtype, torch.Tensor] = {}  # the masters before the last update
 
     @property
@@ -80,6 +81,17 @@ class Turns:
     def take(self) -> None:
         """By a worker, which is released: the next gradient goes to this row."""
         self.row = self._words[self._NEXT_ROW]
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """All that is shared."""
+        return tuple(self._words)
+
+    def follow(self, state: tuple[int, ...]) -> None:
+        """By the relay of another host: the turn is the server's, whose buffers have come."""
+        for place, word in enumerate(state):
+            self._words[place] = word
+        self.take()
 
     # ---- by the server --------------------------------------------------------------------------
 
@@ -112,7 +124,7 @@ class Turns:
 
     def _bring(self, buffer: int) -> None:
         self._moves.bring(buffer)
-        self._changes, self._words[self._AHEAD + buffer] = self._moves.n_changes, 0
+        self._is_written(buffer, ahead=0)
 
     def _is_ahead(self, buffer: int) -> bool:
         """Whether the buffer has not the masters, but where they will be."""
@@ -128,7 +140,11 @@ class Turns:
             torch.sub(masters, before, out=target)
             target.add_(masters)
             self._before.setdefault(dtype, torch.empty_like(masters)).copy_(masters)
-        self._changes, self._words[self._AHEAD + buffer] = self._moves.n_changes, 1
+        self._is_written(buffer, ahead=1)
+
+    def _is_written(self, buffer: int, ahead: int) -> None:
+        self._changes, self._words[self._AHEAD + buffer] = self._moves.n_changes, ahead
+        self.states[buffer] += 1
 
     # ---- a resumed run --------------------------------------------------------------------------
 

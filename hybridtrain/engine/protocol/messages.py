@@ -460,7 +460,7 @@ class Released:
     has not ended, evaluate the closure once more at the current parameters, after clearing the
     gradients if ``cleared``. ``groups``: hyper-parameters that the optimizer has changed itself, by
     group. ``step_number``: for workers that step the masters. ``tickets``: answers to the push's
-    ``draws``.
+    ``draws``. ``ahead``: the update has yet to be made; the parameters are those of one before.
     """
 
     version: int
@@ -470,6 +470,7 @@ class Released:
     step_number: StepNumber | None = None
     counted: bool = True
     tickets: tuple[Ticket, ...] = ()
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class Rounds:
         if self.store is not None and self.store.turns is not None:
             self.store.turns.begin()
         self._outcome.update(dict.fromkeys(workers, self._news))
-        replies = [self._release(worker, ahead=1) for worker in workers]
+        replies = [self._release(worker, ahead=True) for worker in workers]
         self._due = _DueUpdate(pushes, ages)
         return replies
 
@@ -503,8 +503,8 @@ class Rounds:
         """The samples that the push counts for; of several evaluations only the first counts."""
         return 0.0 if self.optimizers.under_way is not None else samples_of(push)
 
-    def _release(self, worker: int, ahead: int = 0) -> tuple[int, Reply]:
-        """``ahead``: updates that are due behind this release, which has not got them."""
+    def _release(self, worker: int, ahead: bool = False) -> tuple[int, Reply]:
+        """``ahead``: of an update that is due behind this release."""
         self._ready.discard(worker)
         push = self.pushed.pop(worker, None)
         fetches = not isinstance(push, ExchangePush) or push.fetch

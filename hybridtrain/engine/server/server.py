@@ -246,7 +246,7 @@ class ParameterServer:
                 return [(worker, Claimed(counts)), *((each, Overtaken(batch)) for each in others)]
             case Pull(looks=True):
                 self.optimizers.settle()
-                return [(worker, Released(self._rounds.version))]
+                return [(worker, Done())]
             case Pull(writes, alike):
                 several = alike and len(self._members) > 1  # one alone does not meet
                 self._rounds.take(worker, writes, self._meeting.n_held if several else None)

@@ -406,5 +406,6 @@ def check_shape(slot: Slot, values: Sequence[torch.Tensor]) -> None:
         if value.shape != slot.shape:
             raise UserError(
                 f"the checkpoint has {slot.name} with shape {tuple(value.shape)} as workers "
-                f"computed with it, but the model has {tuple(slot.shape)}; give a checkpoint of this model"
+                f"computed with it, but the model has {tuple(slot.shape)}; give a checkpoint of "
+                "this model"
             )

@@ -149,7 +149,7 @@ class Client:
 
     def await_masters(self) -> None:
         """Wait until the masters have every update that is due, and may be read."""
-        self._requests.ask(Pull(looks=True), Released)
+        self._requests.ask(Pull(looks=True), Done)
 
     # ---- meeting, reading, stopping -------------------------------------------------------------
 

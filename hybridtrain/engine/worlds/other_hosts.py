@@ -48,5 +48,8 @@ class OtherHosts(Protocol):
     def flush(self) -> None:
         """Send what has been queued."""
 
+    def tell_of_update(self) -> None:
+        """Send the masters, which have the update that workers did not wait for."""
+
     def look(self, now_s: float, admits: bool) -> list[int]:
         """Once a second: show and see signs of life; the workers of hosts that have come."""

@@ -343,7 +343,11 @@ class ProcessWorld:
     def _on(self, event: Event) -> None:
         self._send(self.server.on(event))
         while self.server.update_is_due:
+            if self.others is not None:
+                self.others.flush()
             self._send(self.server.on(UpdateDue()))
+            if self.others is not None:
+                self.others.tell_of_update()
 
     def _send(self, replies: Replies) -> None:
         if self.server.failure is not None and self._failure is None:

@@ -145,7 +145,8 @@ def _check_hosts(setup: RunSetup) -> None:
 
 
 def _check_sums(scheme: Scheme, options: StrategyArguments) -> None:
-    if not scheme.requirements.everyone or codec_of(scheme.exchange) is not None:
+    alike = scheme.requirements.everyone or scheme.requirements.delay
+    if not alike or codec_of(scheme.exchange) is not None:
         reason = (
             "only whole gradients of all workers in lock-step can be added; use strategy=hybrid"
         )
