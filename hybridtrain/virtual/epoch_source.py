@@ -81,7 +81,15 @@ def register_workers(
         return None, None if untrained is None else EpochSource(untrained, server)
     wants = server.requirements
     layout = Layout.of((str(number), value) for number, value in enumerate(task.parameters()))
-    store = Store(layout, n_workers, True, holding=wants.holds)
+    delayed = wants.delay > 0  # else each worker has a copy of its own, whatever the policy
+    store = Store(
+        layout,
+        n_workers,
+        not delayed,
+        holding=wants.holds,
+        delayed=delayed,
+        extrapolates=wants.extrapolates,
+    )
     replicas = SimulatedReplicas(task, optimizer, store, exchange, update, wants.whole_rounds)
     server.adopt(store, replicas.optimizers)
     if not isinstance(task, TrainingTask):
