@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from hybridtrain.engine.worlds.start_workers import RestartPoint
 
@@ -23,11 +26,21 @@ class StartWorkers:
 class Deliver:
     """Hand these replies of the server to their workers, by number, in this order.
 
-    ``turn``: of the server's memory, if it has turns; this host's has the same from here on.
+    ``turn``: of the server's memory, if it has turns; this host's has the same from here on, and
+    these buffers have the masters (``exact``).
     """
 
     replies: tuple[tuple[int, Any], ...]
     turn: tuple[int, ...] | None = None
+    exact: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What workers read next has moved so, encoded, by dtype; it goes to this ``buffer``."""
+
+    buffer: int
+    encoded: Mapping[torch.dtype, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import torch
 
-from hybridtrain.engine.memory import Store
+from hybridtrain.engine.memory import Store, Turns
 from hybridtrain.engine.memory.layout import FAR_BYTES
 from hybridtrain.engine.monitoring.watchdog import to_stderr
 from hybridtrain.engine.protocol.events import Announced, NotArrived
@@ -41,6 +41,7 @@ from hybridtrain.hosts.orders import (
     Ended,
     FromWorker,
     KillWorker,
+    Moved,
     Over,
     RunBegun,
     Signalled,
@@ -111,6 +112,7 @@ class OtherHost:
         self._replies: list[tuple[int, Reply]] = []
         self._spans: list[Span] = []
         self._masters: _Masters | None = None
+        self._has_turns = False  # it has got both buffers once
         self._copied = [0, 0]  # which state of each of both buffers it has, if there are turns
         self._shares = False  # it knows the memory of this run
         self._past: dict[str, float] = dict.fromkeys(_THERE, 0)  # of connections that are lost
@@ -126,7 +128,7 @@ class OtherHost:
         self.name = f"host {self.number} ({connection.about.get('name', 'no name')})"
         self._fresh, self._begun, self._replies, self._spans = True, False, [], []
         self._masters, self._shares = None, False  # it has none yet
-        self._copied = [0, 0]
+        self._copied, self._has_turns = [0, 0], False
 
     # ---- the beginning --------------------------------------------------------------------------
 
@@ -135,7 +137,7 @@ class OtherHost:
         self._server, self._fresh, self._begun = server, True, False
         self.workers = {each: RemoteWorker(each, self, gone=True) for each in self.numbers}
         self._replies, self._spans, self._masters = [], [], None
-        self._shares, self._copied = False, [0, 0]
+        self._shares, self._copied, self._has_turns = False, [0, 0], False
 
     def start(
         self, numbers: Sequence[int], selector: BaseSelector, restart: RestartPoint | None = None
@@ -246,27 +248,44 @@ class OtherHost:
             spans = list(dict.fromkeys(self._spans))
             if self._masters is not None:
                 spans = self._masters.lacking(spans)
-            spans += self._buffers()
-            self.connection.send(Deliver(tuple(self._replies), self._turn()), spans)
+            more, exact = self._buffers()
+            spans += [span for span in more if span not in spans]
+            turns = self._turns()
+            state = None if turns is None else turns.state
+            self.connection.send(Deliver(tuple(self._replies), state, exact), spans)
         self._replies, self._spans = [], []
 
     def tell_of_update(self) -> None:
-        """Send the buffer with the update that workers did not wait for."""
-        if not self.lost and self._shares:
-            self.connection.send_rows(self._buffers())
+        """Send the buffer with the update that workers did not wait for, or how it has moved."""
+        if self.lost or not self._shares or (turns := self._turns()) is None:
+            return
+        if turns.encoded and self._has_turns:
+            other = 1 - turns.read
+            self._copied[other] = turns.states[other]
+            self.connection.send(Moved(other, turns.encoded))
+        else:
+            self.connection.send_rows(self._buffers()[0])
 
-    def _turn(self) -> tuple[int, ...] | None:
+    def _turns(self) -> Turns | None:
         store = None if self._server is None else self._server.store
-        return None if store is None or store.turns is None else store.turns.state
+        return None if store is None else store.turns
 
-    def _buffers(self) -> list[Span]:
-        """Of both buffers that workers read in turn, those that this host has not as they are."""
-        store = None if self._server is None else self._server.store
-        if store is None or store.turns is None or not self._shares:
-            return []
-        now, self._copied = self._copied, list(store.turns.states)
+    def _buffers(self) -> tuple[list[Span], tuple[int, ...]]:
+        """Of both buffers that workers read in turn, those that this host has not as they are.
+
+        Returns the bytes to be sent, and which of the buffers have the masters. Those go as such
+        where movements are encoded: a movement that came before is decoded after it has come.
+        """
+        store, turns = None if self._server is None else self._server.store, self._turns()
+        if store is None or turns is None or not self._shares:
+            return [], ()
+        now, self._copied = self._copied, list(turns.states)
         stale = [n for n, state in enumerate(self._copied) if state != now[n]]
-        return [store.region_of_parameters(0, n) for n in stale]
+        as_masters = [n for n in stale if turns.encodes and not turns.is_apart(n)]
+        spans = [store.region_of_parameters(0, n) for n in stale if n not in as_masters]
+        masters = [store.region_of_masters()] if as_masters else []
+        self._has_turns = True
+        return spans + masters, tuple(as_masters)
 
     def leave(self) -> None:
         """The run has ended: listen no more for now."""

@@ -48,6 +48,7 @@ from hybridtrain.hosts.orders import (
     Ended,
     FromWorker,
     KillWorker,
+    Moved,
     Over,
     RunBegun,
     Signalled,
@@ -275,8 +276,13 @@ class Relay:
                 if order.turn is not None and self._store is not None:
                     assert self._store.turns is not None, "it is made as the server's"
                     self._store.turns.follow(order.turn)
+                    for buffer in order.exact:
+                        self._store.moves.bring(buffer)
                 for number, reply in replies:
                     self._deliver(number, reply)
+            case Moved(buffer, encoded):
+                assert self._store is not None and self._store.turns is not None, "it is shared"
+                self._store.turns.decode(buffer, encoded)
             case KillWorker(number, cause):
                 self._process(number).kill(cause)
             case Over():

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridtrain.engine.exchanges import Exchange, check_visits
+from hybridtrain.engine.exchanges.compression import make_codec
 from hybridtrain.engine.memory import Layout, Store
 from hybridtrain.engine.protocol.events import Received
 from hybridtrain.engine.protocol.messages import (
@@ -89,6 +90,7 @@ def register_workers(
         holding=wants.holds,
         delayed=delayed,
         extrapolates=wants.extrapolates,
+        codec=make_codec(wants.encodes),
     )
     replicas = SimulatedReplicas(task, optimizer, store, exchange, update, wants.whole_rounds)
     server.adopt(store, replicas.optimizers)

@@ -181,6 +181,7 @@ _ONLY_WITH = {
     "backs_up": "whole_pass",
     "delay": "whole_rounds",
     "extrapolates": "delay",
+    "encodes": "delay",
 }
 
 

@@ -19,7 +19,7 @@ from hybridtrain.engine.memory.arena import ALIGNMENT_BYTES, Arena, SharedArenas
 from hybridtrain.engine.memory.counters import N_WORDS, MadeSteps, UpdateProgress
 from hybridtrain.engine.memory.layout import Layout, Slot, has_sums
 from hybridtrain.engine.memory.sparse_rows import Packed, Rows, Table
-from hybridtrain.engine.memory.turns import Turns
+from hybridtrain.engine.memory.turns import Encoding, Turns
 
 # ---- rows of the masters that have changed since each worker's copy was last updated ------------
 # Each free-running worker computes with a copy of the masters, which is updated after every update.
@@ -164,6 +164,7 @@ class Store:
         delayed: an update is made while workers compute: they read one of two copies of the
             masters in turn, and each has two rows (:mod:`hybridtrain.engine.memory.turns`).
         extrapolates: these copies are of where the masters will be.
+        codec: encodes the movement of these copies.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class Store:
         here: Collection[int] | None = None,
         delayed: bool = False,
         extrapolates: bool = False,
+        codec: Encoding | None = None,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
@@ -212,7 +214,7 @@ class Store:
         behind = self._words + ALIGNMENT_BYTES + 8 * self._n_made
         self.protocol_words = self.arena.words(behind, n_words)
         turns = self.arena.words(behind + 8 * n_words, Turns.N_WORDS)
-        parts = turns, self.masters, self.copies, self.moves, extrapolates
+        parts = turns, self.masters, self.copies, self.moves, extrapolates, codec
         self.turns = Turns(*parts) if delayed else None
 
     @property

@@ -15,6 +15,10 @@ With ``extrapolates`` the other buffer gets the masters and their last movement 
 where they will be, about, when the gradient that is computed there is applied. (Chen, Yang, Cheng,
 *Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform*, 2018,
 arXiv:1809.02839, section 3.2, predict weights so, from the momentum.)
+
+With a ``codec`` it gets what workers have read before, and the encoded movement from there to the
+masters: all workers of all hosts compute with the same parameters, and what rounding has left out
+of one movement is in the next (error feedback), because that begins where the last one has led.
 """
 
 from __future__ import annotations
@@ -36,6 +40,16 @@ class Moves(Protocol):
         """Update the copy of this number from the masters."""
 
 
+class Encoding(Protocol):
+    """Encodes a movement; see :class:`hybridtrain.engine.exchanges.compression.Codec`."""
+
+    def encode(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Numbers to bytes."""
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """Bytes to numbers."""
+
+
 class Turns:
     """The present turn, in shared memory: the server moves it on, all others read it.
 
@@ -47,10 +61,11 @@ class Turns:
         copies: the two buffers that workers read.
         moves: brings the masters to a copy.
         extrapolates: workers read where the masters will be, about.
+        codec: encodes the movement of what workers read.
     """
 
     N_WORDS = 5
-    _READ, _NEWEST, _NEXT_ROW, _AHEAD = range(4)  # and of the other buffer, too: ahead
+    _READ, _NEWEST, _NEXT_ROW, _APART = range(4)  # the last of both buffers
     MASTERS = 2  # the number of the masters, beside those of both buffers
 
     def __init__(
@@ -60,11 +75,13 @@ class Turns:
         copies: Sequence[Buffers],
         moves: Moves,
         extrapolates: bool = False,
+        codec: Encoding | None = None,
     ) -> None:
         self._words, self._masters, self._copies, self._moves = words, masters, copies, moves
         self.row = 0  # of each worker: of the update here, of the next gradient in a worker
         self._changes = -1  # of the masters, when they were copied last
-        self._extrapolates = extrapolates
+        self._extrapolates, self._codec = extrapolates, codec
+        self.encoded: dict[torch.dtype, torch.Tensor] = {}  # the last movement, as it travels
         self.states = [0, 0]  # how often each buffer has been written to
         self._before: dict[torch.dtype, torch.Tensor] = {}  # the masters before the last update
 
@@ -83,6 +100,11 @@ class Turns:
         self.row = self._words[self._NEXT_ROW]
 
     @property
+    def encodes(self) -> bool:
+        """Whether movements are encoded."""
+        return self._codec is not None
+
+    @property
     def state(self) -> tuple[int, ...]:
         """All that is shared."""
         return tuple(self._words)
@@ -98,21 +120,21 @@ class Turns:
     def show_newest(self) -> None:
         """All workers wait: the buffer that they read has the newest masters afterwards."""
         now = self._read_other()
-        if self._changes != self._moves.n_changes or self._is_ahead(now):
+        if self._changes != self._moves.n_changes or self.is_apart(now):
             self._bring(now)
 
     def begin(self) -> None:
         """Workers are released; an update follows, of the rows of ``row``."""
         self._words[self._NEWEST] = 1 - self._read_other()
-        if self._is_ahead(self.read) and not self._before:  # of a resumed run
+        if self._extrapolates and self.is_apart(self.read) and not self._before:  # resumed
             self._before = {dtype: each.clone() for dtype, each in self._masters.items()}
         self._words[self._NEXT_ROW] = 1 - self.row
 
     def end(self) -> None:
         """The update is made; it goes to the buffer that no worker reads."""
         other = 1 - self.read
-        if self._extrapolates:
-            self._extrapolate(other)
+        if self._extrapolates or self._codec is not None:
+            self._show_apart(other)
         else:
             self._bring(other)
         self.row = self._words[self._NEXT_ROW]
@@ -124,26 +146,42 @@ class Turns:
 
     def _bring(self, buffer: int) -> None:
         self._moves.bring(buffer)
-        self._is_written(buffer, ahead=0)
+        self._is_written(buffer, apart=0)
 
-    def _is_ahead(self, buffer: int) -> bool:
-        """Whether the buffer has not the masters, but where they will be."""
-        return bool(self._words[self._AHEAD + buffer])
+    def is_apart(self, buffer: int) -> bool:
+        """Whether the buffer has not the masters, but where they will be, or rounded ones."""
+        return bool(self._words[self._APART + buffer])
 
     @torch.no_grad()
-    def _extrapolate(self, buffer: int) -> None:
-        """The buffer gets the masters, and what the last update has moved once more."""
-        ahead = self._is_ahead(self.read)
+    def _show_apart(self, buffer: int) -> None:
+        """The buffer gets what workers are to read, which is not quite the masters."""
+        apart = self.is_apart(self.read)
         for dtype, masters in self._masters.items():
-            before = self._before[dtype] if ahead else self._copies[self.read][dtype]
-            target = self._copies[buffer][dtype]
-            torch.sub(masters, before, out=target)
-            target.add_(masters)
-            self._before.setdefault(dtype, torch.empty_like(masters)).copy_(masters)
-        self._is_written(buffer, ahead=1)
+            read, target = self._copies[self.read][dtype], self._copies[buffer][dtype]
+            if self._extrapolates:
+                before = self._before[dtype] if apart else read
+                torch.sub(masters, before, out=target)
+                target.add_(masters)
+                self._before.setdefault(dtype, torch.empty_like(masters)).copy_(masters)
+            else:
+                target.copy_(masters)
+            if self._codec is not None and dtype.is_floating_point:
+                self.encoded[dtype] = self._codec.encode(target.sub_(read), dtype)
+        if self.encoded:
+            self.decode(buffer, self.encoded)
+        self._is_written(buffer, apart=1)
 
-    def _is_written(self, buffer: int, ahead: int) -> None:
-        self._changes, self._words[self._AHEAD + buffer] = self._moves.n_changes, ahead
+    @torch.no_grad()
+    def decode(self, buffer: int, encoded: Mapping[torch.dtype, torch.Tensor]) -> None:
+        """The buffer gets what workers have read before, and its movement."""
+        assert self._codec is not None, "it is encoded"
+        for dtype, each in encoded.items():
+            target = self._copies[buffer][dtype]
+            self._codec.decode(each, target)
+            target.add_(self._copies[1 - buffer][dtype])
+
+    def _is_written(self, buffer: int, apart: int) -> None:
+        self._changes, self._words[self._APART + buffer] = self._moves.n_changes, apart
         self.states[buffer] += 1
 
     # ---- a resumed run --------------------------------------------------------------------------
@@ -152,7 +190,7 @@ class Turns:
         """The numbers of the buffers that a resumed run needs: that which is read, and perhaps the
         other one, which lacks nothing but its update."""
         other = 1 - self.read
-        return [self.read, *([other] if self._is_ahead(other) else [])] if self.behind else []
+        return [self.read, *([other] if self.is_apart(other) else [])] if self.behind else []
 
     def resume(self, n_held: int) -> list[Buffers]:
         """Training goes on one update behind; returns as many buffers as it had, to be filled.
@@ -162,5 +200,5 @@ class Turns:
         read, other = self.read, 1 - self.read
         self._moves.bring(other)
         self._words[self._NEWEST] = other
-        self._words[self._AHEAD + read] = self._words[self._AHEAD + other] = n_held - 1
+        self._words[self._APART + read] = self._words[self._APART + other] = n_held - 1
         return [self._copies[buffer] for buffer in (read, other)[:n_held]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from hybridtrain.engine.policies.basic import WaitForAll
 from hybridtrain.engine.policies.policy import Needs
@@ -31,6 +32,8 @@ class PipeSGD(Checked, WaitForAll):
         warm_up: so many updates are made in lock-step first. (Ren et al. take 40.)
         extrapolate: workers read the masters and their last movement once more, which is where they
             will be, about, when the gradient is applied; else the masters.
+        compress: what workers read moves by encoded steps, a quarter or an eighth of the bytes to
+            other hosts; what is left out of one is in the next.
 
     Raises:
         UserError: if ``delay`` is neither 0 nor 1.
@@ -39,6 +42,7 @@ class PipeSGD(Checked, WaitForAll):
     delay: Natural = 1
     warm_up: Natural = 40
     extrapolate: bool = False
+    compress: Literal["int8", "int4"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,11 +55,10 @@ class PipeSGD(Checked, WaitForAll):
 
     def begin(self, n_workers: int) -> Needs:
         needs, self._updates = super().begin(n_workers), 0
-        return (
-            needs
-            if not self.delay
-            else replace(needs, everyone=False, delay=self.delay, extrapolates=self.extrapolate)
-        )
+        if not self.delay:
+            return needs
+        needs = replace(needs, everyone=False, delay=self.delay, encodes=self.compress)
+        return replace(needs, extrapolates=self.extrapolate)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         if isinstance(fact, Began):

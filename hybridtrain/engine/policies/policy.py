@@ -16,7 +16,8 @@ class Needs:
     ``whole_rounds``: all step equally often, and no worker computes while an update is applied,
     unless there is a ``delay``: then workers compute the next gradient meanwhile, with parameters
     of so many updates before (1: ``ReleaseThenApply``). ``extrapolates``: with a delay, of where
-    the masters will be, about, when the gradient is applied.
+    the masters will be, about, when the gradient is applied. ``encodes``: with a delay, the codec
+    of the movement of what workers read.
     ``turns``: one worker computes at a time, and sends ``Ready`` before each mini-batch; ``asks``:
     only before its first. ``free``: every push is an update, and its worker is released at once.
     ``everyone``: an update has one gradient of each worker, and the policy keeps no state between
@@ -44,6 +45,7 @@ class Needs:
     backs_up: bool = False
     delay: int = 0
     extrapolates: bool = False
+    encodes: str | None = None
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from itertools import zip_longest
 
 from hybridtrain.engine.exchanges import Requirements
+from hybridtrain.engine.exchanges.compression import make_codec
 from hybridtrain.engine.memory import Arena, Layout, Store, UpdateMaker
 from hybridtrain.engine.protocol.host_round import HostRound
 from hybridtrain.engine.protocol.locked_steps import LockedSteps
@@ -81,6 +82,7 @@ def made_store(
         here,
         delayed=wants.delay > 0,
         extrapolates=wants.extrapolates,
+        codec=make_codec(wants.encodes),
     )
 
 

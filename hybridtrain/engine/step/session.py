@@ -345,7 +345,7 @@ class WorkerSession:
                 release where that is not the master.
         """
         n_held = min(map(len, read.values()), default=0)
-        if self._store.turns is None or not n_held:
+        if self._store.turns is None or not n_held or self._client.joins:
             return
         slots = self._store.layout.slots
         for number, values in read.items():
@@ -355,6 +355,7 @@ class WorkerSession:
             slot = slots[number]
             for buffer, value in zip(buffers, values, strict=False):
                 slot.view(buffer[slot.dtype][slot.offset :][: slot.numel]).copy_(value)
+        self._client.gather("parameters of one update before", None)  # before any goes on
         self.replica.writes()
         self.replica.refresh()
 

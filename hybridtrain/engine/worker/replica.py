@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridtrain.engine.memory import Packed, Store, open_window, pack
+from hybridtrain.engine.memory import Packed, Slot, Store, open_window, pack
 from hybridtrain.engine.memory.sparse_rows import flat_view
 from hybridtrain.engine.memory.store import elements
 from hybridtrain.engine.protocol.messages import Writes
@@ -253,6 +253,7 @@ class HostReplica(Replica):
         self._tells_writes = tells_writes(store, worker, leads)
         self._number_of, self._slots = {slot: n for n, slot in enumerate(slots)}, list(slots)
         self._following = list(slots)
+        self._own: dict[Slot, torch.Tensor] = {}  # of no optimizer, where there are turns
         self._views = [self._window.view(slot) for slot in slots]
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
@@ -343,22 +344,23 @@ class HostReplica(Replica):
         )
 
     def follow(self, numbers: Iterable[int]) -> None:
-        chosen, before = set(numbers), set(self._following)
+        chosen = set(numbers)
         self._following = [slot for slot, number in self._number_of.items() if number in chosen]
         for window in self._windows:
             window.follow(self._following)
-        for slot in set(self._following) - before:  # it may have been moved by hand
-            if self._window is not self._windows[0]:
-                self._window.view(slot).copy_(self._windows[0].view(slot))
+        for slot, number in self._number_of.items() if self._turns is not None else ():
+            if number not in chosen:
+                self._own.setdefault(slot, self._views[number].clone())
+            elif (own := self._own.pop(slot, None)) is not None:
+                self._window.view(slot).copy_(own)  # it may have been moved by hand
         self._look_through()
 
     def _look_through(self) -> None:
-        """The module's parameters are views of the window, or the worker's own, in the first."""
-        following = set(self._following)
+        """The module's parameters are views of the window; those of no optimizer are its own."""
         for number, (parameter, slot) in enumerate(
             zip(self._parameters, self._number_of, strict=True)
         ):
-            view = (self._window if slot in following else self._windows[0]).view(slot)
+            view = self._own[slot] if slot in self._own else self._window.view(slot)
             if view.data_ptr() != self._views[number].data_ptr():
                 self._views[number] = parameter.data = view
 
@@ -391,7 +393,10 @@ class HostReplica(Replica):
 
     def apart(self) -> Writes:
         self._reattach()
-        written = {slot for window in self._windows for slot in window.written(self._slots)}
+        written = set(self._window.written([slot for slot in self._slots if slot not in self._own]))
+        written.update(
+            slot for slot, own in self._own.items() if not torch.equal(own, self._window.view(slot))
+        )
         return {
             number: elements(self._views[number])
             for slot, number in self._number_of.items()

@@ -19,22 +19,31 @@ from tests.support.several_hosts import run_hosts
 adamw = partial(torch.optim.AdamW, lr=0.01)
 
 
-def policy(warm_up: int = 2, extrapolate: bool = False) -> dict[str, Any]:
-    return {"name": "pipe_sgd", "warm_up": warm_up, "extrapolate": extrapolate}
+def policy(warm_up: int = 2, **options: Any) -> dict[str, Any]:
+    return {"name": "pipe_sgd", "warm_up": warm_up, **options}
 
 
-@pytest.mark.parametrize("extrapolate", [False, True])
-def test_a_record_is_replayed_to_the_bit(extrapolate: bool, tmp_path: Path) -> None:
-    run = Run(tmp_path, policy(extrapolate=extrapolate), 3, trainer={"max_epochs": 2})
+INT8 = {"name": "gradient", "compress": "int8"}
+READS: dict[str, dict[str, Any]] = {
+    "masters": {},
+    "extrapolated": {"extrapolate": True},
+    "int8": {"compress": "int8"},
+    "both": {"extrapolate": True, "compress": "int4"},
+}
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_a_record_is_replayed_to_the_bit(reads: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, policy(**READS[reads]), 3, trainer={"max_epochs": 2})
     check_equal(run, run.record())
 
 
-@pytest.mark.parametrize("extrapolate", [False, True])
+@pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize(("kind", "interval"), [("sgd", None), ("adam", "step"), ("groups", None)])
 def test_virtual_time_has_the_bits_of_processes(
-    kind: str, interval: str | None, extrapolate: bool
+    kind: str, interval: str | None, reads: str
 ) -> None:
-    given = policy(1, extrapolate)
+    given = policy(1, **READS[reads])
     real = trained(Toy(kind, interval), HybridStrategy(given), 2, 4)
     world = virtual(given, Toy(kind, interval))
     world.run(updates=4 * 3)
@@ -55,11 +64,16 @@ def on_a_host(folder: Path, hosts: int, given: dict[str, Any], options: dict[str
     [
         (policy(), {}),
         (policy(extrapolate=True), {}),
+        (policy(compress="int8"), {}),
+        (
+            policy(extrapolate=True, compress="int4"),
+            {"exchange": {"name": "gradient", "compress": "int8"}},
+        ),
         (policy(), {"transport_dtype": "bf16"}),
         (policy(), {"exchange": {"name": "gradient", "compress": "int8"}}),
         (policy(), {"host_sums": True}),
     ],
-    ids=["plain", "extrapolated", "bf16", "int8", "host_sums"],
+    ids=["plain", "extrapolated", "int8 down", "both ways", "bf16", "int8 up", "host_sums"],
 )
 def test_two_hosts_are_one(given: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
     for hosts in (1, 2):
@@ -70,12 +84,12 @@ def test_two_hosts_are_one(given: dict[str, Any], options: dict[str, Any], tmp_p
     assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("extrapolate", [False, True])
+@pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize(
     ("step", "kind"), [(1, "kill"), (4, "kill"), (5, "kill"), (9, "kill"), (5, "exception")]
 )
-def test_a_restarted_worker_leaves_no_trace(step: int, kind: str, extrapolate: bool) -> None:
-    module, given = partial(Regression, adamw), policy(extrapolate=extrapolate)
+def test_a_restarted_worker_leaves_no_trace(step: int, kind: str, reads: str) -> None:
+    module, given = partial(Regression, adamw), policy(**READS[reads])
     whole, _ = fit(HybridStrategy(given), 2, 3, module)
     fault = [{"worker": 1, "step": step, "kind": kind}]
     strategy = HybridStrategy(given, faults=fault, on_failure="restart")
