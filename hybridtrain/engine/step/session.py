@@ -105,7 +105,7 @@ class WorkerSession:
         self._group = None if together == 1 else HostGroup(client, store, together)
         self._publish()
         client.gather("initial parameters", None)
-        if not client.joins:
+        if not client.group.joins:
             store.refresh(client.worker)
         self.buffers = SharedBuffers(trained.buffers, store, client) if trained.buffers else None
         self.share_buffers()
@@ -330,7 +330,7 @@ class WorkerSession:
 
     def show_newest(self) -> None:
         """The module has the newest parameters, until training goes on from what it has."""
-        self._client.settle()
+        self._client.pushes.settle()
         if self._store.turns is not None and self._store.turns.behind:
             self.replica.writes()  # raises, if user code has written to any
             self._client.await_masters()
@@ -345,7 +345,7 @@ class WorkerSession:
                 release where that is not the master.
         """
         n_held = min(map(len, read.values()), default=0)
-        if self._store.turns is None or not n_held or self._client.joins:
+        if self._store.turns is None or not n_held or self._client.group.joins:
             return
         slots = self._store.layout.slots
         for number, values in read.items():
