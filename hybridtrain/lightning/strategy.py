@@ -406,8 +406,7 @@ class HybridStrategy(HostMemoryStrategy):
     def exchange_last_steps(self) -> None:
         """A free-running worker stops: exchange its own steps since the last exchange.
 
-        In lock-step all workers would have to exchange: a resumed run repeats these steps. It
-        repeats a pass that evaluates the loss, too.
+        In lock-step all would have to: a resumed run repeats these steps, or a pass of the loss.
         """
         session, stop, wants = self.session, self.client.inbox.stop, self.requirements
         asked = stop is not None and not stop.now

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from hybridtrain.engine.exchanges import Exchange, check_visits
-from hybridtrain.engine.exchanges.compression import make_codec
 from hybridtrain.engine.memory import Layout, Store
 from hybridtrain.engine.protocol.events import Received
 from hybridtrain.engine.protocol.messages import (
@@ -27,6 +26,7 @@ from hybridtrain.engine.protocol.messages import (
 )
 from hybridtrain.engine.protocol.spans import positions, shares_of
 from hybridtrain.engine.server.server import ParameterServer
+from hybridtrain.engine.server.shared_parameters import turning_of
 from hybridtrain.engine.updates.groups import Groups, Members, merged
 from hybridtrain.engine.updates.named import NamedUpdate
 from hybridtrain.engine.updates.optimizer_set import Optimizers, Stepped
@@ -82,16 +82,8 @@ def register_workers(
         return None, None if untrained is None else EpochSource(untrained, server)
     wants = server.requirements
     layout = Layout.of((str(number), value) for number, value in enumerate(task.parameters()))
-    delayed = wants.delay > 0  # else each worker has a copy of its own, whatever the policy
-    store = Store(
-        layout,
-        n_workers,
-        not delayed,
-        holding=wants.holds,
-        delayed=delayed,
-        extrapolates=wants.extrapolates,
-        codec=make_codec(wants.encodes),
-    )
+    turning = turning_of(wants)  # else each worker has a copy of its own, whatever the policy
+    store = Store(layout, n_workers, turning is None, holding=wants.holds, turning=turning)
     replicas = SimulatedReplicas(task, optimizer, store, exchange, update, wants.whole_rounds)
     server.adopt(store, replicas.optimizers)
     if not isinstance(task, TrainingTask):

@@ -19,7 +19,7 @@ from hybridtrain.engine.memory.arena import ALIGNMENT_BYTES, Arena, SharedArenas
 from hybridtrain.engine.memory.counters import N_WORDS, MadeSteps, UpdateProgress
 from hybridtrain.engine.memory.layout import Layout, Slot, has_sums
 from hybridtrain.engine.memory.sparse_rows import Packed, Rows, Table
-from hybridtrain.engine.memory.turns import Encoding, Turns
+from hybridtrain.engine.memory.turns import Turning, Turns
 
 # ---- rows of the masters that have changed since each worker's copy was last updated ------------
 # Each free-running worker computes with a copy of the masters, which is updated after every update.
@@ -161,10 +161,8 @@ class Store:
         maker: who makes the updates.
         n_words: int64 words, zero at first, of the protocol by which workers make updates.
         here: the workers of this host, if not all are: the rows of others are not reserved.
-        delayed: an update is made while workers compute: they read one of two copies of the
+        turning: an update is made while workers compute: they read one of two copies of the
             masters in turn, and each has two rows (:mod:`hybridtrain.engine.memory.turns`).
-        extrapolates: these copies are of where the masters will be.
-        codec: encodes the movement of these copies.
     """
 
     def __init__(
@@ -178,9 +176,7 @@ class Store:
         maker: UpdateMaker = UpdateMaker.SERVER,
         n_words: int = 0,
         here: Collection[int] | None = None,
-        delayed: bool = False,
-        extrapolates: bool = False,
-        codec: Encoding | None = None,
+        turning: Turning | None = None,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
@@ -188,9 +184,9 @@ class Store:
         self.averaging = averaging
         self.holding, self._n_protocol_words = holding, n_words
         self.maker, self.lending = maker, SharedArenas()
-        self._n_rows = n_workers * (2 if delayed else 1)
+        self._n_rows = n_workers * (1 if turning is None else 2)
         self.held = self._n_rows  # the number of the row for held contributions
-        self._n_copies = 2 if delayed else n_workers * private_parameters
+        self._n_copies = 2 if turning is not None else n_workers * private_parameters
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], tuple[int, int]] = {}  # kind, row -> first byte, end
         n_bytes = self._place_buffers()
@@ -200,9 +196,8 @@ class Store:
         self.gradients = [  # W, or 2 W (and the held one) × dtype -> (P,)
             self._flat("gradients", row) for row in range(self._n_rows + holding)
         ]
-        self.copies = [  # W, two, or none × dtype -> (P,)
-            self._flat("copies", row) for row in range(self._n_copies)
-        ]
+        # W, two, or none × dtype -> (P,)
+        self.copies = [self._flat("copies", row) for row in range(self._n_copies)]
         self.moves = DirtyRows(layout, self.masters, self.copies)
         self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
         self._refreshed: set[int] = set()
@@ -213,9 +208,12 @@ class Store:
         self.step_counts = MadeSteps(made, n_workers) if self._n_made else None
         behind = self._words + ALIGNMENT_BYTES + 8 * self._n_made
         self.protocol_words = self.arena.words(behind, n_words)
-        turns = self.arena.words(behind + 8 * n_words, Turns.N_WORDS)
-        parts = turns, self.masters, self.copies, self.moves, extrapolates, codec
-        self.turns = Turns(*parts) if delayed else None
+        self.turns = None if turning is None else self._made_turns(behind + 8 * n_words, turning)
+
+    def _made_turns(self, words: int, turning: Turning) -> Turns:
+        """``words``: the byte of the arena at which they begin."""
+        place = self.arena.words(words, Turns.N_WORDS)
+        return Turns(place, self.masters, self.copies, self.moves, turning)
 
     @property
     def n_epochs(self) -> int:

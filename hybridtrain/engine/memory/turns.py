@@ -24,7 +24,7 @@ of one movement is in the next (error feedback), because that begins where the l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -50,6 +50,17 @@ class Encoding(Protocol):
         """Bytes to numbers."""
 
 
+class Turning(NamedTuple):
+    """What the buffers get.
+
+    ``extrapolates``: where the masters will be, about. ``codec``: encodes the movement of what
+    workers read.
+    """
+
+    extrapolates: bool = False
+    codec: Encoding | None = None
+
+
 class Turns:
     """The present turn, in shared memory: the server moves it on, all others read it.
 
@@ -60,8 +71,7 @@ class Turns:
         masters: the master buffers.
         copies: the two buffers that workers read.
         moves: brings the masters to a copy.
-        extrapolates: workers read where the masters will be, about.
-        codec: encodes the movement of what workers read.
+        turning: what the buffers get.
     """
 
     N_WORDS = 5
@@ -74,13 +84,12 @@ class Turns:
         masters: Buffers,
         copies: Sequence[Buffers],
         moves: Moves,
-        extrapolates: bool = False,
-        codec: Encoding | None = None,
+        turning: Turning,
     ) -> None:
         self._words, self._masters, self._copies, self._moves = words, masters, copies, moves
         self.row = 0  # of each worker: of the update here, of the next gradient in a worker
         self._changes = -1  # of the masters, when they were copied last
-        self._extrapolates, self._codec = extrapolates, codec
+        self._extrapolates, self._codec = turning
         self.encoded: dict[torch.dtype, torch.Tensor] = {}  # the last movement, as it travels
         self.states = [0, 0]  # how often each buffer has been written to
         self._before: dict[torch.dtype, torch.Tensor] = {}  # the masters before the last update

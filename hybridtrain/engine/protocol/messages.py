@@ -275,8 +275,7 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Pull:
     """Update the worker's parameters, after these ``writes`` of user code, which count once if all
-    workers make them ``alike`` between two meetings. ``looks``: only wait until the masters may be
-    read; the worker computes with what it has afterwards."""
+    make them ``alike`` between two meetings. ``looks``: only wait until the masters may be read."""
 
     writes: Writes = field(default_factory=dict)
     alike: bool = False
@@ -460,7 +459,7 @@ class Released:
     has not ended, evaluate the closure once more at the current parameters, after clearing the
     gradients if ``cleared``. ``groups``: hyper-parameters that the optimizer has changed itself, by
     group. ``step_number``: for workers that step the masters. ``tickets``: answers to the push's
-    ``draws``. ``ahead``: the update has yet to be made; the parameters are those of one before.
+    ``draws``. ``ahead``: the update is yet to be made.
     """
 
     version: int
@@ -572,10 +571,8 @@ class SavePermission:
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """Send the training progress (``Progress``) for the ``worker`` that will be restarted.
-
-    ``question``: its number; an answer to an earlier one does not count.
-    """
+    """Send the training progress (``Progress``) for the ``worker`` that will be restarted;
+    ``question``: its number, as an answer to an earlier one does not count."""
 
     worker: int
     question: int = 0

@@ -66,9 +66,7 @@ class Promises:
                     "workers have one row, which the update would read while they write the next "
                     "gradient to it; return Needs(whole_rounds=True, delay=1, ...)",
                 )
-            case Apply(workers) | ReleaseThenApply(workers) if (
-                needs.whole_rounds and {*workers} != self._computing
-            ):
+            case Apply(workers) | ReleaseThenApply(workers) if self._lacks(workers):
                 others = sorted(self._computing - {*workers})
                 return self._line(
                     order,

@@ -244,15 +244,8 @@ class ParameterServer:
             case Claim(batch):
                 counts, others = self._queue.claim(worker, batch)
                 return [(worker, Claimed(counts)), *((each, Overtaken(batch)) for each in others)]
-            case Pull(looks=True):
-                self.optimizers.settle()
-                return [(worker, Done())]
-            case Pull(writes, alike):
-                several = alike and len(self._members) > 1  # one alone does not meet
-                self._rounds.take(worker, writes, self._meeting.n_held if several else None)
-                self.optimizers.settle()
-                freed = self._rounds.refresh(worker)
-                return [*freed, (worker, Released(self._rounds.version))]
+            case Pull():
+                return self._pull(worker, message)
             case Snapshot():
                 return self._snapshot(worker, message)
             case GetState(number, flat=True):
@@ -277,6 +270,16 @@ class ParameterServer:
             case Stopped():
                 return self._wishes.answer() + self._stop_waiting_for(worker)
         return []
+
+    def _pull(self, worker: int, request: Pull) -> Replies:
+        if request.looks:
+            self.optimizers.settle()
+            return [(worker, Done())]
+        several = request.alike and len(self._members) > 1  # one alone does not meet
+        self._rounds.take(worker, request.writes, self._meeting.n_held if several else None)
+        self.optimizers.settle()
+        freed = self._rounds.refresh(worker)
+        return [*freed, (worker, Released(self._rounds.version))]
 
     def _forward(self, worker: int, call: ScheduleCall) -> None:
         """Keep the call for other workers, or for all if it is the first of an update."""

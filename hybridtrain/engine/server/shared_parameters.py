@@ -8,6 +8,7 @@ from itertools import zip_longest
 from hybridtrain.engine.exchanges import Requirements
 from hybridtrain.engine.exchanges.compression import make_codec
 from hybridtrain.engine.memory import Arena, Layout, Store, UpdateMaker
+from hybridtrain.engine.memory.turns import Turning
 from hybridtrain.engine.protocol.host_round import HostRound
 from hybridtrain.engine.protocol.locked_steps import LockedSteps
 from hybridtrain.engine.protocol.messages import Share
@@ -80,10 +81,13 @@ def made_store(
         maker,
         words,
         here,
-        delayed=wants.delay > 0,
-        extrapolates=wants.extrapolates,
-        codec=make_codec(wants.encodes),
+        turning_of(wants),
     )
+
+
+def turning_of(wants: Requirements) -> Turning | None:
+    """What both buffers get that workers read in turn, where an update is behind a release."""
+    return Turning(wants.extrapolates, make_codec(wants.encodes)) if wants.delay else None
 
 
 def round_of(store: Store) -> SharedRound:
