@@ -256,6 +256,23 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_of_an_update(scheme: Scheme, here: int, threads: int) -> int:
+    """The number of threads of an update.
+
+    All cores, where workers wait for it; those that no worker computes on, where they go on; one,
+    where they run freely.
+
+    Args:
+        scheme: whose requirements are known.
+        here: workers on this host.
+        threads: with which each computes on the CPU.
+    """
+    wants = scheme.requirements
+    if not wants.whole_rounds:
+        return 1
+    return max(1, usable_cores() - (here * threads if wants.delay else 0))
+
+
 def threads_of_a_worker(scheme: Scheme, here: int) -> int:
     """The user's number of threads, or a worker's share of the cores, of ``here`` on this host."""
     wanted = scheme.threads_per_worker

@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning.accelerators import CPUAccelerator
 from torch.distributed import distributed_c10d
 
 from hybridtrain.engine.exchanges import check_visits
@@ -31,6 +32,7 @@ from hybridtrain.engine.scheme import (
     resolve_start_method,
     serving,
     threads_of_a_worker,
+    threads_of_an_update,
     usable_cores,
     workers_may_update,
     world_of,
@@ -182,7 +184,9 @@ class HybridLauncher(Launcher):
     ) -> list[Any]:
         """Train with new workers; return their results."""
         strategy, trainer = self._strategy, job.trainer
-        in_update = usable_cores() if strategy.requirements.whole_rounds else 1
+        on_cpu = isinstance(trainer.accelerator, CPUAccelerator)
+        computing = start.threads if on_cpu else 1  # a core queues a device's work
+        in_update = threads_of_an_update(strategy, strategy.local_workers, computing)
         traffic = None if others is None else others.stats
         server = serving(strategy, trainer.state.fn == "fit", start.threads, in_update, traffic)
         interrupt_updates(server, strategy.faults)

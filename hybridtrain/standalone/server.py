@@ -211,7 +211,7 @@ class Server(Scheme):
         threads = scheme.threads_of_a_worker(self, workers)
         start = StartOptions(scheme.resolve_start_method(self.start_method), threads)
         inherited = _look_through({"body": body, "data": data}, workers, start.method)
-        in_update = scheme.usable_cores() if self.requirements.whole_rounds else 1
+        in_update = scheme.threads_of_an_update(self, workers, threads)
         server = self._serving = scheme.serving(self, True, threads, in_update)
         report = _Progress(server.statistics.stats, on_progress)
         judge, own = Judge(self.on_failure), scheme.workers_may_update(self)
@@ -321,6 +321,12 @@ class Server(Scheme):
                 f"no data was given with policy={as_typed(self.policy)}, under which a worker may "
                 "have to wait before a mini-batch, and without data nobody knows where one begins; "
                 "give run(data=...), which may be a number of samples"
+            )
+        if self.requirements.delay and not isinstance(self._model.given, torch.nn.Module):
+            raise UserError(
+                f"policy={as_typed(self.policy)} was given with a model of arrays, but workers "
+                "read one of two buffers in turn there, and arrays stay in one; give a "
+                "torch.nn.Module, or use policy=hybrid"
             )
         if (check_tensors := getattr(self.exchange, "check_tensors", None)) is not None:
             check_tensors(sum(parameter.requires_grad for _, parameter in self._model.named))
