@@ -187,6 +187,7 @@ class Store:
         self._n_rows = n_workers * (1 if turning is None else 2)
         self.held = self._n_rows  # the number of the row for held contributions
         self._n_copies = 2 if turning is not None else n_workers * private_parameters
+        self._n_turn_words = 0 if turning is None else Turns.N_WORDS
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], tuple[int, int]] = {}  # kind, row -> first byte, end
         n_bytes = self._place_buffers()
@@ -245,7 +246,7 @@ class Store:
         self._state = end
         self._words = end + 2 * align(self.layout.state_bytes)
         self._n_made = MadeSteps.n_words(self.n_workers) if self.maker.counts_steps else 0
-        n_words = self._n_made + self._n_protocol_words + Turns.N_WORDS
+        n_words = self._n_made + self._n_protocol_words + self._n_turn_words
         return self._words + ALIGNMENT_BYTES + 8 * n_words
 
     def _unused(self) -> list[tuple[int, int]]:
