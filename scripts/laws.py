@@ -32,6 +32,7 @@ LAWS: dict[str, Callable[[int], Sequence[Law]]] = {
     "schemes": waiting.four_schemes,
     "backup": waiting.backup_workers,
     "edge": lambda updates: waiting.stability_edge(max(updates // 20, 400)),
+    "behind": lambda updates: waiting.one_update_behind(max(updates // 20, 400)),
     "softsync": waiting.softsync,
     "lead": lambda updates: waiting.bounded_lead(8 * updates),
     "elastic": lambda _: local.elastic_edge(),

@@ -60,6 +60,8 @@ SIMULATED: dict[str, list[str]] = {
     "ssp": ["strategy=ssp:lead=3"],
     "switch": ["strategy=switch:first=hybrid:then=async:at_update=200"],
 }
+# What the picture of a scheme shows beside it, under hybrid too; the dial is without.
+CONDITIONS: dict[str, list[str]] = {"pipe_sgd": ["update_s=0.1"]}
 LATER = {"name": "movement", "every": {"then": 16, "at": 100}}
 WAYS = {"post_local_sgd": StrategySpec("post_local_sgd", "hybrid", LATER)}  # what colons cannot say
 RUN = (
@@ -79,6 +81,7 @@ TIMELINES: dict[str, list[str]] = {
     "k_async": ["strategy=k_async:k=2"],
     "k_batch_sync": ["strategy=k_batch_sync:k=2"],
     "local_sgd": ["strategy=local_sgd:every=4"],
+    "pipe_sgd": ["strategy=pipe_sgd:warm_up=2", "update_s=0.8"],
     "sandblaster": ["strategy=sandblaster", "update=lbfgs", "data.points=32", "data.batch_size=8"],
     "ssp": ["strategy=ssp:lead=2"],
     "streaming_diloco": ["strategy=streaming_diloco:every=6"],
@@ -174,12 +177,12 @@ def timeline(name: str) -> str:
 # ---- pictures -----------------------------------------------------------------------------------
 
 
-def run_of(name: str) -> SimulationRow:
+def run_of(name: str, conditions: Sequence[str] = ()) -> SimulationRow:
     """The run under this scheme; what is given for it counts, not what is usual."""
     arguments = SIMULATED.get(name, [] if name in WAYS else [f"strategy={name}"])
     names = {argument.partition("=")[0] for argument in arguments}
     usual = [each for each in RUN if each.partition("=")[0] not in names]
-    plan, _ = parse([*usual, *arguments])
+    plan, _ = parse([*usual, *arguments, *conditions])
     return simulate(plan, WAYS.get(name, plan.strategies[0]), plan.workers[0])
 
 
@@ -281,7 +284,10 @@ def run(arguments: Sequence[str]) -> None:
         if given.get("pictures", "true") == "true":
             hybrid = hybrid or run_of("hybrid")
             own = hybrid if name == "hybrid" else run_of(name)
-            if name != "hybrid":
+            if name in CONDITIONS:
+                shown = [run_of(each, CONDITIONS[name]) for each in (name, "hybrid")]
+                draw(name, shown[0], shown[1], PAGES / f"{name}.png")
+            elif name != "hybrid":
                 draw(name, own, hybrid, PAGES / f"{name}.png")
             if name != "delay_tolerant":  # which is no scheme, but an update
                 figures[name] = figures_of(own)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from hybridtrain.engine.policies import FirstK, OnArrival, Policy, make_policy
+from hybridtrain.engine.policies import FirstK, OnArrival, PipeSGD, Policy, make_policy
 from hybridtrain.virtual.network import Conditions
 from hybridtrain.virtual.service_times import ServiceTimes
 from hybridtrain.virtual.virtual_world import VirtualWorld
@@ -196,13 +197,14 @@ class Quadratic:
         return [values[0].clone()]
 
 
-def grows(rate: float, workers: int, updates: int) -> bool:
-    """Whether descent on w²/2 diverges when equal workers take turns."""
+def grows(rate: float, workers: int, updates: int, policy: Policy | None = None) -> bool:
+    """Whether descent on w²/2 diverges with equal workers; by default they take turns."""
 
     def sgd(masters: list[torch.nn.Parameter]) -> Any:
         return torch.optim.SGD(masters, lr=rate)
 
-    world = VirtualWorld(OnArrival(), workers, CONSTANT, task=Quadratic(), optimizer=sgd)
+    policy = policy or OnArrival()
+    world = VirtualWorld(policy, workers, CONSTANT, task=Quadratic(), optimizer=sgd)
     heights = []
     for end in (updates // 2, updates):
         world.run(updates=end - 8 * workers)
@@ -221,12 +223,36 @@ def stability_edge(
     laws = []
     for delay in delays:
         theory = 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
-        low, high = 0.8 * theory, 1.2 * theory
-        for _ in range(halvings):
-            middle = (low + high) / 2
-            if grows(middle, delay + 1, updates):
-                high = middle
-            else:
-                low = middle
-        laws.append(About("stability edge", f"τ={delay}", theory, (low + high) / 2, 0.003))
+        diverges = partial(grows, workers=delay + 1, updates=updates)
+        edge = _edge(diverges, theory, halvings)
+        laws.append(About("stability edge", f"τ={delay}", theory, edge, 0.003))
+    return laws
+
+
+def _edge(diverges: Callable[[float], bool], near: float, halvings: int) -> float:
+    """The rate from which on it diverges, within a fifth of ``near``."""
+    low, high = 0.8 * near, 1.2 * near
+    for _ in range(halvings):
+        middle = (low + high) / 2
+        low, high = (low, middle) if diverges(middle) else (middle, high)
+    return (low + high) / 2
+
+
+def one_update_behind(updates: int, halvings: int = 12) -> list[About]:
+    """Rates up to which lock-step is stable on w²/2: where a root is as large as 1.
+
+    One update behind: of z² - z + η. With extrapolation: of z³ - z² + 2η z - η.
+    """
+    edges = (
+        (PipeSGD(delay=0), 2.0),
+        (PipeSGD(warm_up=0), 1.0),
+        (PipeSGD(warm_up=0, extrapolate=True), (math.sqrt(5) - 1) / 2),
+    )
+    laws = []
+    for policy, theory in edges:
+        diverges = partial(grows, workers=2, updates=updates, policy=policy)
+        case = f"delay={policy.delay}{', extrapolate' * policy.extrapolate}"
+        laws.append(
+            About("edge of pipe_sgd", case, theory, _edge(diverges, theory, halvings), 0.003)
+        )
     return laws

@@ -16,6 +16,7 @@ from hybridtrain.engine.policies import (
     FirstK,
     NotTooLate,
     OnArrival,
+    PipeSGD,
     Policy,
     RoundRobin,
     Softsync,
@@ -34,6 +35,7 @@ from hybridtrain.engine.protocol.facts import (
     Order,
     Pushed,
     Release,
+    ReleaseThenApply,
     SetTimer,
     TimerFired,
     Waiting,
@@ -160,7 +162,9 @@ class Script:
             self.wake_at_s = order.at_s
             return
         assert order.workers == tuple(sorted(set(order.workers))), "sorted, nobody twice"
-        if isinstance(order, Release):
+        if isinstance(order, ReleaseThenApply):
+            self.unapplied.difference_update(order.workers)  # the update is made behind it
+        if isinstance(order, Release | ReleaseThenApply):
             for worker in order.workers:
                 assert self.state[worker] == "waits", "nobody is released without a push"
                 assert worker not in self.unapplied, "first it counts, or does not, then it goes on"
@@ -210,6 +214,7 @@ CHOICES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), max_size=40)
 MANY: dict[str, Callable[[int], Policy]] = {
     "hybrid": lambda n: WaitForAll(),
     "async": lambda n: OnArrival(),
+    "pipe_sgd": lambda n: PipeSGD(warm_up=2),
     "backup": lambda n: FirstK(),
     "backup of two": lambda n: FirstK(min(2, n)),
     "backup in time": lambda n: Deadline(),
@@ -257,6 +262,7 @@ SAME: dict[str, tuple[Callable[[int], Policy], Callable[[int], Policy]]] = {
     "backup k=n is hybrid": (lambda n: FirstK(n), lambda n: WaitForAll()),
     "k_async k=n is hybrid": (lambda n: FirstK(n, "use"), lambda n: WaitForAll()),
     "ssp 0 is hybrid": (lambda n: BoundedStaleness(0), lambda n: WaitForAll()),
+    "pipe_sgd delay=0 is hybrid": (lambda n: PipeSGD(delay=0), lambda n: WaitForAll()),
     "ssp without a bound is async": (lambda n: BoundedStaleness(None), lambda n: OnArrival()),
     "k_async k=1 is async": (lambda n: FirstK(1, "use"), lambda n: OnArrival()),
     "k_batch_async k=1 is async": (lambda n: FirstK(1, "use", True), lambda n: OnArrival()),

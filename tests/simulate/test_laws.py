@@ -61,6 +61,10 @@ def test_delayed_gradients_are_stable_up_to_the_known_edge() -> None:
     check(laws.stability_edge(updates=400, halvings=9), tolerance=0.003)
 
 
+def test_one_update_behind_half_the_rate_is_stable_and_less_with_extrapolation() -> None:
+    check(laws.one_update_behind(updates=300, halvings=6), tolerance=0.01)
+
+
 @pytest.mark.slow
 def test_asynchrony_begets_momentum() -> None:
     found = laws.momentum(replicas=1500, counts=(2, 8))

@@ -17,6 +17,7 @@ from hybridtrain.engine.policies import (
     BoundedStaleness,
     FirstK,
     OnArrival,
+    PipeSGD,
     Policy,
     Softsync,
     Switch,
@@ -142,6 +143,8 @@ def test_with_one_worker_every_policy_is_plain_training(name: str) -> None:
 POLICIES: dict[str, Callable[[], Policy]] = {
     "synchronous": lambda: make_policy("synchronous"),
     "hybrid": lambda: make_policy("hybrid"),
+    "pipe_sgd": PipeSGD,
+    "pipe_sgd at once": lambda: PipeSGD(warm_up=0, extrapolate=True),
     "backup": FirstK,
     "backup in time": lambda: make_policy({"name": "backup", "k": "auto"}),
     "k_async": lambda: FirstK(2, "use"),

@@ -47,6 +47,7 @@ def by(policy: Any, **options: Any) -> HybridStrategy:
             {"name": "backup", "k": 3},
             {"name": "k_async", "k": 3},
             {"name": "ssp", "lead": 0},
+            {"name": "pipe_sgd", "delay": 0},
             {"name": "switch", "then": {"name": "ssp", "lead": 0}, "at_update": 5},
         ],
         {"name": "backup", "k": 3},
