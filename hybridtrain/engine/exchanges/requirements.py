@@ -77,6 +77,15 @@ class Requirements(Needs):
         return not self.whole_rounds and not self.in_place
 
     @property
+    def n_rows(self) -> int:
+        """Rows of each worker: with a delay one is merged while the other is written to."""
+        return 2 if self.delay else 1
+
+    def n_copies(self, n_workers: int) -> int:
+        """Copies of the parameters in shared memory, beside the masters."""
+        return 2 if self.delay else n_workers * self.has_copies
+
+    @property
     def newest_between_steps(self) -> bool:
         """Whether the parameters that a worker has behind a step are the newest."""
         return self.whole_rounds and not self.delay

@@ -90,10 +90,11 @@ class Switch(Checked):
         parts = {"first": self.first.begin(n_workers), "then": self.then.begin(n_workers)}
         for name, part in parts.items():
             alone = isinstance(getattr(self, name), Switch | LockFree)
-            if part.turns or part.asks or alone:
+            if part.turns or part.asks or part.delay or alone:
                 raise UserError(
                     f"switch: {name}={getattr(self, name)} cannot be a part: choose policies that "
-                    "wait for pushes (hybrid, backup, k_async, softsync, ssp, async)"
+                    "wait for pushes and their updates (hybrid, backup, k_async, softsync, ssp, "
+                    "async)"
                 )
         self._now, self._n, self._updates, self._due = self.first, n_workers, 0, False
         self._plateau = Plateau(self.patience, self.min_delta) if self.patience else None

@@ -141,20 +141,29 @@ class WorkerSession:
     # ---- ``StepFactory`` of exchanges/exchange.py: the exchange calls one of these --------------
 
     def hand_over_gradients(self, codec: Codec | None) -> tuple[Replica, MakeStep]:
-        """Raises ``UserError`` if an optimizer compares losses, whose gradients are rounded."""
-        for optimizer in () if codec is None else self._optimizers:
+        """Raises ``UserError`` if an optimizer compares losses, and cannot do so here."""
+        for optimizer in self._optimizers:
             if calls_closure(optimizer) and slot_numbers(optimizer, self._number_of):
-                raise UserError(
-                    f"exchange.compress={as_typed(codec)} was given with "
-                    f"{type(optimizer).__name__}, which evaluates its closure several times in a "
-                    "step and compares the losses, so its gradients must not be rounded; leave it "
-                    "out, or use SGD or Adam"
-                )
+                self._check_evaluations(type(optimizer).__name__, codec)
         client, store = self._client, self._store
         leads = self._leads
         replica = open_replica(self._parameters, store, client.worker, self.final, codec, leads)
         client.listeners.while_waiting(replica.meanwhile)
         return replica, GradientStep
+
+    def _check_evaluations(self, optimizer: str, codec: Codec | None) -> None:
+        if self._requirements.delay:
+            raise UserError(
+                f"optimizer {optimizer} was given, which evaluates its closure several times in a "
+                "step at parameters that stand still meanwhile, but under this policy workers are "
+                "one update behind (pipe_sgd); use policy=hybrid, or SGD or Adam"
+            )
+        if codec is not None:
+            raise UserError(
+                f"exchange.compress={as_typed(codec)} was given with {optimizer}, which evaluates "
+                "its closure several times in a step and compares the losses, so its gradients "
+                "must not be rounded; leave it out, or use SGD or Adam"
+            )
 
     def _leads(self) -> bool:
         return self._client.group.is_leader

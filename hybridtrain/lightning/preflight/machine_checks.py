@@ -22,6 +22,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
+from hybridtrain.engine.exchanges import Requirements
 from hybridtrain.engine.memory.limits import (
     Gpu,
     allow_descriptors,
@@ -317,8 +318,7 @@ def check_startup(setup: RunSetup, start: StartOptions, cores: int, job: Any) ->
     known = here if setup.place.host else setup.n_workers  # host 0 has the rows of all
     on_device = any(device.type in KINDS for device in setup.devices)
     if job.trainer.state.fn == "fit":
-        copies = int(scheme.requirements.has_copies and not on_device)
-        check_memory(module, known, copies)
+        check_memory(module, known, scheme.requirements, on_device)
     if on_device:
         check_device_memory(module, setup.workers_per_device)
         check_devices(setup)
@@ -335,8 +335,10 @@ def check_startup(setup: RunSetup, start: StartOptions, cores: int, job: Any) ->
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def check_memory(module: torch.nn.Module, n_workers: int, copies: int) -> None:
-    """Host memory: masters, and for each worker a row of gradients and ``copies``, 0 or 1.
+def check_memory(
+    module: torch.nn.Module, n_workers: int, wants: Requirements, on_device: bool
+) -> None:
+    """Host memory: masters, copies of them, and each worker's rows of gradients.
 
     Tables with sparse gradients have no such row, only the rows that a mini-batch touches; but they
     take their size once more when the weights are sent back. See docs/memory.md.
@@ -344,14 +346,19 @@ def check_memory(module: torch.nn.Module, n_workers: int, copies: int) -> None:
     n_bytes, available = _bytes_of(module), available_bytes()
     if available is None:
         return
-    tables = _bytes_of(module, sparse_tables(module))
-    needed = (n_bytes - tables) * (1 + n_workers * (1 + copies))
-    needed += tables * (2 + n_workers * copies)
+    tables, rows = _bytes_of(module, sparse_tables(module)), n_workers * wants.n_rows
+    copies = wants.n_copies(n_workers) if wants.delay or not on_device else 0
+    needed = (n_bytes - tables) * (1 + rows + copies) + tables * (2 + copies)
     if needed > available:
+        both, less = "", "fewer workers"
+        if wants.delay:  # without it: one row of each worker, and no copies
+            more = _size((n_bytes - tables) * n_workers + n_bytes * copies)
+            both = f", twice, and two copies of the parameters ({more} more than hybrid)"
+            less = "policy=hybrid, fewer workers"
         raise UserError(
             f"{_size(needed)} of host memory are needed for the {_size(n_bytes)} of parameters, "
-            f"with what {n_workers} workers compute, and {_size(available)} are available; use "
-            "fewer workers, a smaller model, or a machine with more memory"
+            f"with what {n_workers} workers compute{both}, and {_size(available)} are available; "
+            f"use {less}, a smaller model, or a machine with more memory"
         )
     if needed + 2 * n_bytes > available:
         rank_zero_warn(

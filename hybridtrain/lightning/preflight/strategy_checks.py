@@ -59,6 +59,20 @@ def check_trainer(trainer: Any, setup: RunSetup) -> None:
         )
     if not setup.scheme.requirements.whole_rounds:
         check_free_running(trainer)
+    if setup.scheme.requirements.delay:
+        _check_one_step(setup.scheme, trainer)
+
+
+def _check_one_step(scheme: Scheme, trainer: Any) -> None:
+    """One update behind, a mini-batch has one step: the next would miss the one before."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise UserError(
+            f"{type(module).__name__} has automatic_optimization=False, with "
+            f"policy={as_typed(scheme.policy)}, under which the update of one step is made beside "
+            "the next: a module that steps by hand would not see what its own step has moved; use "
+            "automatic optimization, or policy=hybrid"
+        )
 
 
 def check_free_running(trainer: Any) -> None:

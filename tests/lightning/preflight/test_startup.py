@@ -65,7 +65,9 @@ class Large(Regression):
         self.large = torch.nn.Parameter(torch.zeros(2**20))
 
 
-@pytest.mark.parametrize(("strategy", "needed"), [("hybrid", 1 + 3), ("async", 1 + 3 + 3)])
+@pytest.mark.parametrize(
+    ("strategy", "needed"), [("hybrid", 1 + 3), ("async", 1 + 3 + 3), ("pipe_sgd", 1 + 6 + 2)]
+)
 @pytest.mark.usefixtures("nothing_starts")
 def test_parameters_that_do_not_fit_into_host_memory_are_refused(
     strategy: str, needed: int, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +79,19 @@ def test_parameters_that_do_not_fit_into_host_memory_are_refused(
     have(monkeypatch, available_bytes=4 * needed * MIB + MIB)
     with pytest.raises(AssertionError, match=NOTHING_STARTS), pytest.warns(match="such as Adam"):
         make_trainer(strategy, 3).fit(Large(), data)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_one_update_behind_says_how_much_more_memory_it_takes_than_lock_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    have(monkeypatch, available_bytes=20 * MIB)
+    told = (
+        r"^36 MiB of host memory .*3 workers compute, twice, and two copies of the parameters "
+        r"\(20 MiB more than hybrid\), and 20 MiB are available; use policy=hybrid, fewer[^\n]*$"
+    )
+    with pytest.raises(UserError, match=told):
+        make_trainer("pipe_sgd", 3).fit(Large(), DataLoader(regression_data()))
 
 
 @pytest.mark.usefixtures("nothing_starts")
