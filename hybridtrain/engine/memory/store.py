@@ -186,7 +186,8 @@ class Store:
         self.maker, self.lending = maker, SharedArenas()
         self._n_rows = n_workers * (1 if turning is None else 2)
         self.held = self._n_rows  # the number of the row for held contributions
-        self._n_copies = 2 if turning is not None else n_workers * private_parameters
+        private = n_workers * private_parameters
+        self._n_copies = private if turning is None else 2 * (not turning.on_devices)
         self._n_turn_words = 0 if turning is None else Turns.N_WORDS
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], tuple[int, int]] = {}  # kind, row -> first byte, end
@@ -224,6 +225,11 @@ class Store:
     def end_epoch(self, n: int) -> None:
         """By workers that have met at the end of the n-th epoch."""
         self._n_epochs[0] = n
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether workers copy the masters to devices, while updates are made."""
+        return self.turns is not None and not self.copies
 
     @property
     def lock_free(self) -> bool:
@@ -318,9 +324,11 @@ class Store:
     def buffers(self) -> range:
         """The numbers of the buffers from which a worker reads its parameters in turn.
 
-        The last of several is that of the masters, which it reads where nobody trains.
+        The last of several is that of the masters, which it reads where nobody trains; the only one
+        where its parameters lie on a device.
         """
-        return range(1 if self.turns is None else 1 + Turns.MASTERS)
+        last = Turns.MASTERS
+        return range(1) if self.turns is None else range(last - self._n_copies, last + 1)
 
     def parameter(self, worker: int, slot: Slot, buffer: int | None = None) -> torch.Tensor:
         """The parameter that the worker computes with: its copy, or the master in lock-step.
@@ -393,7 +401,7 @@ class Store:
         return first + start * size, first + stop * size
 
     def _row_of_parameters(self, worker: int, buffer: int | None) -> tuple[str, int]:
-        if self.turns is not None and buffer != Turns.MASTERS:
+        if self.turns is not None and self._n_copies and buffer != Turns.MASTERS:
             return "copies", self.turns.read if buffer is None else buffer
         return ("copies", worker) if self.private_parameters else ("masters", 0)
 

@@ -19,6 +19,10 @@ arXiv:1809.02839, section 3.2, predict weights so, from the momentum.)
 With a ``codec`` it gets what workers have read before, and the encoded movement from there to the
 masters: all workers of all hosts compute with the same parameters, and what rounding has left out
 of one movement is in the next (error feedback), because that begins where the last one has led.
+
+Where all parameters lie on devices, no worker reads host memory while it computes, so there are no
+buffers: each worker copies the masters to spare memory of its device as the update steps them, and
+hands its next gradient over when it has them all (:mod:`hybridtrain.engine.worker.device.staged`).
 """
 
 from __future__ import annotations
@@ -54,11 +58,12 @@ class Turning(NamedTuple):
     """What the buffers get.
 
     ``extrapolates``: where the masters will be, about. ``codec``: encodes the movement of what
-    workers read.
+    workers read. ``on_devices``: there are no buffers, as all workers copy the masters to devices.
     """
 
     extrapolates: bool = False
     codec: Encoding | None = None
+    on_devices: bool = False
 
 
 class Turns:
@@ -69,13 +74,13 @@ class Turns:
     Args:
         words: (N_WORDS,) int64, zero at first.
         masters: the master buffers.
-        copies: the two buffers that workers read.
+        copies: the two buffers that workers read; none, if devices have copies of their own.
         moves: brings the masters to a copy.
         turning: what the buffers get.
     """
 
-    N_WORDS = 5
-    _READ, _NEWEST, _NEXT_ROW, _APART = range(4)  # the last of both buffers
+    N_WORDS = 6
+    _READ, _NEWEST, _NEXT_ROW, _DUE, _APART = range(5)  # the last of both buffers
     MASTERS = 2  # the number of the masters, beside those of both buffers
 
     def __init__(
@@ -89,7 +94,7 @@ class Turns:
         self._words, self._masters, self._copies, self._moves = words, masters, copies, moves
         self.row = 0  # of each worker: of the update here, of the next gradient in a worker
         self._changes = -1  # of the masters, when they were copied last
-        self._extrapolates, self._codec = turning
+        self._extrapolates, self._codec, _ = turning
         self.encoded: dict[torch.dtype, torch.Tensor] = {}  # the last movement, as it travels
         self.states = [0, 0]  # how often each buffer has been written to
         self._before: dict[torch.dtype, torch.Tensor] = {}  # the masters before the last update
@@ -103,6 +108,11 @@ class Turns:
     def behind(self) -> bool:
         """Whether workers read parameters without the update that was made last, or is due."""
         return self.read != self._words[self._NEWEST]
+
+    @property
+    def due(self) -> bool:
+        """Whether the masters lack an update, whose workers have been released."""
+        return bool(self._words[self._DUE])
 
     def take(self) -> None:
         """By a worker, which is released: the next gradient goes to this row."""
@@ -138,6 +148,7 @@ class Turns:
         if self._extrapolates and self.is_apart(self.read) and not self._before:  # resumed
             self._before = {dtype: each.clone() for dtype, each in self._masters.items()}
         self._words[self._NEXT_ROW] = 1 - self.row
+        self._words[self._DUE] = 1
 
     def end(self) -> None:
         """The update is made; it goes to the buffer that no worker reads."""
@@ -147,6 +158,7 @@ class Turns:
         else:
             self._bring(other)
         self.row = self._words[self._NEXT_ROW]
+        self._words[self._DUE] = 0
 
     def _read_other(self) -> int:
         """Workers read the newest buffer from now on; returns its number."""
@@ -154,6 +166,8 @@ class Turns:
         return now
 
     def _bring(self, buffer: int) -> None:
+        if not self._copies:
+            return
         self._moves.bring(buffer)
         self._is_written(buffer, apart=0)
 
@@ -202,12 +216,14 @@ class Turns:
         return [self.read, *([other] if self.is_apart(other) else [])] if self.behind else []
 
     def resume(self, n_held: int) -> list[Buffers]:
-        """Training goes on one update behind; returns as many buffers as it had, to be filled.
+        """Training goes on one update behind; returns as many buffers as it had, to be filled, if
+        there are buffers.
 
         Each worker does so, alike, before its first step.
         """
         read, other = self.read, 1 - self.read
-        self._moves.bring(other)
+        if self._copies:
+            self._moves.bring(other)
         self._words[self._NEWEST] = other
         self._words[self._APART + read] = self._words[self._APART + other] = n_held - 1
-        return [self._copies[buffer] for buffer in (read, other)[:n_held]]
+        return [self._copies[buffer] for buffer in (read, other)[:n_held] if self._copies]

@@ -27,13 +27,13 @@ ScheduleCall = tuple[int, tuple[Any, ...], dict[str, Any], tuple[int, ...]]
 class Share:
     """Request the shared memory for these parameters; ``Shared`` once all workers have.
 
-    ``averaging``: gradients are averaged before they are pushed, which needs one more row.
-    ``worker_updates``: this worker can make updates itself.
-    """
+    ``averaging``: gradients are averaged before they are pushed (one more row). ``worker_updates``:
+    this worker can make updates itself. ``on_device``: see ``Turning``."""
 
     layout: Layout
     averaging: bool = False
     worker_updates: bool = False
+    on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)

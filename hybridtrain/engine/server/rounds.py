@@ -229,12 +229,14 @@ class Rounds:
         """Make the update that is due."""
         due, self._due = self._due, None
         assert due is not None, "an update is due"
-        counted = self._step(due.pushes)
+        try:
+            counted = self._step(due.pushes)
+        finally:  # workers on devices wait for the end, also of an update that has failed
+            if self.store is not None and self.store.turns is not None:
+                self.store.turns.end()
         stepped = [self._outcome.pop(worker) for worker in due.pushes]
         self._news = Stepped((), news=stepped[0].news)
         self._count_update(due.pushes, counted, due.ages)
-        if self.store is not None and self.store.turns is not None:
-            self.store.turns.end()
         return []
 
     # ---- an update that begins while rows arrive from other hosts -------------------------------

@@ -32,8 +32,14 @@ def shared_store(shares: Mapping[int, Share], n_workers: int, requirements: Requ
                 f"{_first_difference(share.layout, other.layout)}; every worker must build the "
                 "same module (same code, same seed, same configuration)"
             )
-    own = share.worker_updates
-    return made_store(share.layout, n_workers, requirements, share.averaging, None, own)
+    return made_store(
+        share.layout,
+        n_workers,
+        requirements,
+        share.averaging,
+        worker_updates=share.worker_updates,
+        on_devices=share.on_device,
+    )
 
 
 def _first_difference(one: Layout, other: Layout) -> str:
@@ -55,11 +61,13 @@ def made_store(
     arena: Arena | None = None,
     worker_updates: bool = False,
     here: Collection[int] | None = None,
+    on_devices: bool = False,
 ) -> Store:
     """The store, over a new arena in the server, and over the same one in each worker.
 
     ``worker_updates``: worker and module permit updates without the server. ``here``: the workers
-    of this host, if not all are. This is where the run's :class:`UpdateMaker` is chosen.
+    of this host, if not all are. ``on_devices``: see ``Turning``. This is where the run's
+    :class:`UpdateMaker` is chosen.
     """
     maker = wants.maker
     if maker.borrows and not (worker_updates and not averaging and may_be_lent(layout, maker)):
@@ -81,13 +89,14 @@ def made_store(
         maker,
         words,
         here,
-        turning_of(wants),
+        turning_of(wants, on_devices),
     )
 
 
-def turning_of(wants: Requirements) -> Turning | None:
+def turning_of(wants: Requirements, on_devices: bool = False) -> Turning | None:
     """What both buffers get that workers read in turn, where an update is behind a release."""
-    return Turning(wants.extrapolates, make_codec(wants.encodes)) if wants.delay else None
+    codec = make_codec(wants.encodes)
+    return Turning(wants.extrapolates, codec, on_devices) if wants.delay else None
 
 
 def round_of(store: Store) -> SharedRound:

@@ -27,10 +27,11 @@ from hybridtrain.engine.step.worker_step import StepParts, WorkerStep
 from hybridtrain.engine.updates.groups import calls_closure
 from hybridtrain.engine.updates.named import NamedUpdate
 from hybridtrain.engine.worker.client import Client
+from hybridtrain.engine.worker.device import KINDS
 from hybridtrain.engine.worker.finite import FiniteCheck
 from hybridtrain.engine.worker.host_group import HostGroup
+from hybridtrain.engine.worker.open_replica import open_replica
 from hybridtrain.engine.worker.replica import Replica
-from hybridtrain.engine.worker.replica_cuda import open_replica
 from hybridtrain.engine.worker.replica_own import OwnReplica
 from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import as_typed
@@ -53,6 +54,7 @@ class Trained:
         final: gradients are what backward has made of them; else they are read at the push.
         averages: all workers' gradients are averaged before they are handed over.
         written: user code steps the parameters itself, without an optimizer.
+        replaced: new processes take the places of workers that are lost, in the middle of an epoch.
     """
 
     named: Sequence[tuple[str, torch.nn.Parameter]]
@@ -64,6 +66,7 @@ class Trained:
     averages: bool = False
     written: bool = False
     final: bool = True
+    replaced: bool = False
 
 
 class WorkerSession:
@@ -98,11 +101,10 @@ class WorkerSession:
         room = room_for(trained.buffers)
         sends = not trained.written
         layout = Layout.of(trained.named, room, trained.transport, sends, trained.sparse)
-        own = self._workers_may_update(exchange)
         means = trained.averages or requirements.together > 1
-        self._store = store = client.shared_store(layout, requirements, self._stepped, means, own)
-        together = requirements.together
-        self._group = None if together == 1 else HostGroup(client, store, together)
+        parts = self._stepped, means, self._workers_may_update(exchange), self._copies_masters()
+        self._store = store = client.shared_store(layout, requirements, *parts)
+        self._group = self._made_group()
         self._publish()
         client.gather("initial parameters", None)
         if not client.group.joins:
@@ -113,6 +115,10 @@ class WorkerSession:
         self.replica, self._make_step = exchange.worker_steps(self)
         self.guard = self._make_guard(on_fault, FiniteCheck(store, client.worker), layout)
         self._gathered = Accumulation()
+
+    def _made_group(self) -> HostGroup | None:
+        together = self._requirements.together
+        return None if together == 1 else HostGroup(self._client, self._store, together)
 
     def _make_guard(self, on_fault: OnFault, check: FiniteCheck, layout: Layout) -> Guard:
         """Make the guard, which checks gradients before they are handed over."""
@@ -137,6 +143,17 @@ class WorkerSession:
         host = self._parameters[0].device.type == "cpu" and codec_of(exchange) is None
         only = len(self._optimizers) == 1 and self._update.is_users
         return host and self._trained.unseen and only
+
+    def _copies_masters(self) -> bool:
+        """Whether this worker copies the masters to its device as the server steps them.
+
+        Else it reads buffers in host memory: those that another host receives, those that are not
+        quite the masters, and those in which a worker that comes in mid-epoch finds what others
+        have.
+        """
+        wants, comes = self._requirements, self._client.apart or self._trained.replaced
+        on_device, quite = self._parameters[0].device.type in KINDS, not wants.encodes
+        return on_device and wants.delay > 0 and quite and not (wants.extrapolates or comes)
 
     # ---- ``StepFactory`` of exchanges/exchange.py: the exchange calls one of these --------------
 
@@ -365,8 +382,7 @@ class WorkerSession:
             for buffer, value in zip(buffers, values, strict=False):
                 slot.view(buffer[slot.dtype][slot.offset :][: slot.numel]).copy_(value)
         self._client.gather("parameters of one update before", None)  # before any goes on
-        self.replica.writes()
-        self.replica.refresh()
+        self.replica.resume(read)
 
     def sit_out(self) -> None:
         """The others make a step for which this worker has no data."""

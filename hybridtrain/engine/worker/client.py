@@ -99,6 +99,7 @@ class Client:
         stepped: SteppedOptimizers,
         averaging: bool = False,
         worker_updates: bool = True,
+        on_device: bool = False,
     ) -> Store:
         """Map the shared memory, and choose the maker of updates; waits for all workers.
 
@@ -108,10 +109,13 @@ class Client:
             stepped: returns the optimizers, each with the slot numbers of its parameters.
             averaging: add a row for the mean of the gradients.
             worker_updates: the module permits updates that workers make themselves.
+            on_device: it copies the masters to its device, while updates are made.
         """
         worker_updates = worker_updates and self.bells is not None
-        arena = self.memory.map(Share(layout, averaging, worker_updates))
-        store = made_store(layout, self.n_workers, needs, averaging, arena, worker_updates)
+        arena = self.memory.map(Share(layout, averaging, worker_updates, on_device))
+        store = made_store(
+            layout, self.n_workers, needs, averaging, arena, worker_updates, on_devices=on_device
+        )
         parts = (self.bells, self._log, stepped, self.memory.borrow_flat, self.stats)
         self.steps.choose(made_maker(self.worker, store, *parts))
         return store

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -166,6 +166,15 @@ class Replica(Protocol):
         """If an update behind, copies of this parameter as the worker computes with it, and as it
         will with the next release where that is not the master."""
         return []
+
+    def resume(self, read: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Training continues an update behind; the buffers in host memory have what was read.
+
+        Args:
+            read: by number, what :meth:`read_behind` has returned.
+        """
+        self.writes()
+        self.refresh()
 
     def hold_masters(self) -> None:
         """Newer masters are about to be read, which the worker has not computed with."""

@@ -3,8 +3,9 @@
 The rows of shared memory are page-locked, so that the copies run beside the computation: gradients
 go out in buckets on a lane of their own as backward produces them, parameters come back on another
 before the next forward: what the server has stepped already while it steps the rest, and what is
-left with the release. Nothing but copies between device and host is needed: no NCCL, no peer
-access.
+left with the release. (Where the update is made while workers compute:
+:mod:`hybridtrain.engine.worker.replica_staged`.) Nothing but copies between device and host is
+needed: no NCCL, no peer access.
 
 Whatever lets the server change what lies in host memory (a push) comes after the last copy from
 there has been made: :meth:`CudaReplica.writes` waits for it.
@@ -21,13 +22,11 @@ from typing import Any
 
 import torch
 
-from hybridtrain.engine.exchanges.compression import Codec
 from hybridtrain.engine.memory import Store, pack
 from hybridtrain.engine.memory.layout import Slot
 from hybridtrain.engine.memory.store import elements
 from hybridtrain.engine.protocol.messages import Writes
 from hybridtrain.engine.worker.device import (
-    KINDS,
     Incoming,
     Lane,
     Outgoing,
@@ -36,36 +35,16 @@ from hybridtrain.engine.worker.device import (
     part_bytes,
 )
 from hybridtrain.engine.worker.replica import (
-    HostReplica,
     Leads,
     Replica,
     has_later_hooks,
     tells_writes,
+    written_behind,
 )
 from hybridtrain.engine.worker.row_encoder import RowEncoder
 
 # How often a worker looks how far an update is: before it begins, and while it runs.
-_NOT_BEGUN_S, _STEPPING_S = 1e-3, 2e-4
-
-
-def open_replica(
-    parameters: Sequence[torch.nn.Parameter],
-    store: Store,
-    worker: int,
-    eager: bool,
-    codec: Codec | None = None,
-    leads: Leads | None = None,
-) -> Replica:
-    """The one for the device that the parameters lie on.
-
-    ``codec``: of the gradients; ``leads``: whether this worker speaks for all now.
-    """
-    encoder = None if codec is None else RowEncoder(codec, parameters, store, worker)
-    device = parameters[0].device
-    if device.type not in KINDS:
-        return HostReplica(parameters, store, worker, eager, encoder, leads)
-    streams = KINDS[device.type](device)
-    return CudaReplica(parameters, store, worker, eager, streams, encoder, leads)
+_NOT_BEGUN_S, STEPPING_S = 1e-3, 2e-4
 
 
 class CudaReplica(Replica):
@@ -97,10 +76,17 @@ class CudaReplica(Replica):
         self._parameters, self.streams = list(parameters), streams
         slots = store.layout.slots
         self._locked = PageLocked(streams, store, worker)
-        self._rows = [store.gradient(worker, slot) for slot in slots]  # host, page-locked
-        sources = [store.parameter(worker, slot) for slot in slots]  # host, page-locked
-        self.incoming = Incoming(streams, self._parameters, sources)
-        self._outgoing = Outgoing(streams, self._rows)
+        self._slots, self._turns, self._shows = slots, store.turns, False
+        self._rows_of = [  # of each turn; host, page-locked
+            [store.gradient(row, slot) for slot in slots] for row in store.rows_of(worker)
+        ]
+        self._outgoing_of = [Outgoing(streams, rows) for rows in self._rows_of]
+        self._rows, self._outgoing = self._rows_of[0], self._outgoing_of[0]
+        self._sources_of = {  # of each buffer; host, page-locked
+            buffer: [store.parameter(worker, slot, buffer) for slot in slots]
+            for buffer in store.buffers
+        }
+        self.incoming = Incoming(streams, self._parameters, self._sources)
         self._tells_writes = tells_writes(store, worker, leads)
         self._following = list(range(len(slots)))
         self._counts = [0] * len(slots)  # torch's, of changes in place
@@ -110,21 +96,45 @@ class CudaReplica(Replica):
         self._known_finite: set[int] = set()  # whose gradients lie in the row, finite
         self.encoder = encoder
         self._eager, self._closed = eager and encoder is None, False
-        n_bytes = sum(p.nbytes for p in self._parameters)
-        self._part_bytes = part_bytes(n_bytes)
-        # Elsewhere the masters move while workers compute, or a copy follows them in the server.
-        in_place = not store.private_parameters and not store.lock_free
-        takes_parts = in_place and n_bytes >= 2 * self._part_bytes  # or none is worth a copy
-        self._progress = store.progress if takes_parts else None
-        self._stops = [_stop_in_masters(slot) for slot in slots]
-        self._taken: set[int] = set()  # copied before the release of the update ``_taken_of``
-        self._taken_of = self._whole_of = self._update_number()
-        if self._progress is not None:
-            self._progress.watch()
+        self._watch_progress(store)
         self._watched: set[int] = set()
         for number in range(len(slots)):
             self._watch(number)
         self.refresh()
+
+    def _watch_progress(self, store: Store) -> None:
+        """Parameters are to be copied while an update steps the rest, if they are many."""
+        n_bytes = sum(p.nbytes for p in self._parameters)
+        self._part_bytes = part_bytes(n_bytes)
+        # Elsewhere the masters move while workers compute, or a copy follows them in the server.
+        in_place = not store.copies and not store.lock_free
+        takes_parts = in_place and n_bytes >= 2 * self._part_bytes  # or none is worth a copy
+        self._progress = store.progress if takes_parts else None
+        self._stops = [_stop_in_masters(slot) for slot in self._slots]
+        self._taken: set[int] = set()  # copied before the release of the update ``_taken_of``
+        self._taken_of = self._whole_of = self._update_number()
+        if self._progress is not None:
+            self._progress.watch()
+
+    @property
+    def _sources(self) -> list[torch.Tensor]:
+        """What the worker's parameters are, in host memory."""
+        turns, sources_of = self._turns, self._sources_of
+        if turns is None:
+            return sources_of[0]
+        return sources_of[turns.read if turns.read in sources_of else turns.MASTERS]
+
+    def _turn(self) -> bool:
+        """Write to the row of this turn from now on; returns whether it is another one."""
+        before = self._rows
+        if self._turns is not None:
+            self._turns.take()
+            self._rows = self._rows_of[self._turns.row]
+            self._outgoing = self._outgoing_of[self._turns.row]
+        if moved := self._rows is not before:
+            self._sent.clear()
+            self._known_finite.clear()
+        return moved
 
     # ---- gradients ------------------------------------------------------------------------------
 
@@ -174,6 +184,7 @@ class CudaReplica(Replica):
                 self._known_finite.discard(number)
                 self._outgoing.add(number, dense.detach())
         self._outgoing.close()
+        self._fetch_next()
         self._settle_gradients()
         if packed:
             self.streams.synchronise(self.streams.record(Lane.COMPUTE))
@@ -211,10 +222,17 @@ class CudaReplica(Replica):
         # Their norms are those before training: writes to them while they were frozen are found.
         self._take_norms([number for number in new if number not in self._norms])
 
+    def _fetch_next(self) -> None:
+        """Queue the copies of all that the next release will bring, if that is known by now."""
+
     def refresh(self, keep: bool = False) -> None:
         """Queue the copies; what uses the parameters runs after them."""
-        if self._closed:
-            return
+        if not self._closed:
+            self._turn()
+            self._take_released()
+
+    def _take_released(self) -> None:
+        self._shows = False
         self._whole_of = self._update_number()
         taken = self._taken if self._whole_of == self._taken_of else set()
         self._copy([n for n in self._following if n not in taken])
@@ -230,6 +248,8 @@ class CudaReplica(Replica):
         if self._progress is None or self._closed:
             return None
         number, elements = self._progress.read()
+        if not self._awaits_update:
+            return None
         if number == self._whole_of:
             return _NOT_BEGUN_S
         if number != self._taken_of:
@@ -238,17 +258,26 @@ class CudaReplica(Replica):
         rest = [n for n in self._following if n not in self._taken]
         new = [n for n in rest if self._stops[n] <= elements]
         if sum(self._parameters[n].nbytes for n in new) >= self._part_bytes:
-            self._copy(new)
+            self._take(new)
             self._taken.update(new)
-        return _STEPPING_S if len(new) < len(rest) else None
+        return STEPPING_S if len(new) < len(rest) else None
+
+    @property
+    def _awaits_update(self) -> bool:
+        """Whether the update whose progress has just been read is one that this worker awaits."""
+        return True
+
+    def _take(self, numbers: list[int]) -> None:
+        self._copy(numbers)
 
     def _update_number(self) -> int:
         """The number of the update that was begun last."""
         return self._progress.read().number if self._progress is not None else 0
 
-    def _copy(self, numbers: list[int]) -> None:
-        note = self._take_fingerprints_on_the_way if self._tells_writes() else self._take_counts
-        self.incoming.copy(numbers, note)
+    def _copy(self, numbers: list[int], sources: Sequence[torch.Tensor] | None = None) -> None:
+        looks = self._tells_writes() or self._turns is not None
+        note = self._take_fingerprints_on_the_way if looks else self._take_counts
+        self.incoming.copy(numbers, note, self._sources if sources is None else sources)
 
     def written(self, alike: bool) -> Writes:
         counts = self._counts
@@ -256,7 +285,11 @@ class CudaReplica(Replica):
         return self.writes() if alike or seen else {}
 
     def writes(self) -> Writes:
-        return self._changed(self._following if self._tells_writes() else ())
+        behind = self._turns is not None and self._turns.behind
+        changed = self._changed(self._following if behind or self._tells_writes() else ())
+        if changed and behind:
+            raise written_behind([self._slots[number].name for number in changed])
+        return changed
 
     def apart(self) -> Writes:
         return self._changed(range(len(self._parameters)))
@@ -266,18 +299,24 @@ class CudaReplica(Replica):
 
         A worker that has not spoken for all has no norms; there torch's counts have to do.
         """
-        self.incoming.settle()
+        self._settle()
         if self._closed or not numbers:
             return {}
         known = [number for number in numbers if number in self._norms]
         norms = _norms([self._parameters[number] for number in known])
         moved = _differ([self._norms[number] for number in known], norms) if known else []
         changed = {number for number, yes in zip(known, moved, strict=True) if yes}
+        counted = set(numbers).difference(known if self._shows else ())  # swapped in and out again
         return {
             number: elements(self._parameters[number])
             for number in numbers
-            if number in changed or self._parameters[number]._version != self._counts[number]
+            if number in changed
+            or (number in counted and self._parameters[number]._version != self._counts[number])
         }
+
+    def _settle(self) -> None:
+        """The host waits for all copies to the device; afterwards their sources may change."""
+        self.incoming.settle()
 
     def _take_fingerprints_on_the_way(self, numbers: Sequence[int]) -> None:
         """Torch's count of changes in place and, since ``.data`` evades it, norms.
@@ -296,17 +335,39 @@ class CudaReplica(Replica):
         for number in numbers:
             self._counts[number] = self._parameters[number]._version
 
+    # ---- where an update is made while workers compute ------------------------------------------
+
+    @property
+    def shows_masters(self) -> bool:
+        return self._shows
+
+    def show_masters(self) -> None:
+        if self._turns is not None and self._turns.behind and not self._shows:
+            self._copy(self._following, self._sources_of[self._turns.MASTERS])
+            self.incoming.hold_compute()
+            self._shows = True
+
+    def put_back(self) -> None:
+        if self._shows:
+            self.writes()
+            self.refresh()
+
+    def read_behind(self, number: int) -> list[torch.Tensor]:
+        held = [] if self._turns is None else self._turns.held()
+        return [self._sources_of[buffer][number].clone() for buffer in held]
+
     def close(self) -> None:
         """Nothing is on its way any more, and the memory is as it was.
 
         The parameters may leave the device now: nothing is read from them or written to them.
         """
         self._closed = True
-        self.incoming.settle()
+        self._settle()
         self._outgoing.close()
         self._settle_gradients()
         self._locked.release()
-        self._outgoing.release()
+        for outgoing in self._outgoing_of:
+            outgoing.release()
 
 
 def _stop_in_masters(slot: Slot) -> float:

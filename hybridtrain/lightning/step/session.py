@@ -71,9 +71,8 @@ class Session(WorkerSession):
         self._module, self._worker, self._use = module, worker, use
         self.trainer: Trainer = module.trainer
         client, requirements = worker.client, worker.requirements
-        optimizers = self.trainer.optimizers
-        self.written = writes_itself(module, optimizers, requirements.in_place)
-        stepped = [NoOptimizer(module)] if self.written else list(optimizers)
+        self.written = writes_itself(module, self.trainer.optimizers, requirements.in_place)
+        stepped = [NoOptimizer(module)] if self.written else list(self.trainer.optimizers)
         named = ordered_parameters(module, stepped)
         number_of = {id(p): number for number, (_, p) in enumerate(named)}
         alike = requirements.together if requirements.means_gradients else 1
@@ -98,6 +97,7 @@ class Session(WorkerSession):
             unseen,
             self.averages,
             self.written,
+            replaced=worker.on_failure.tells,
         )
         self._foreign = ForeignSteps(module, named, stepped, requirements, client.n_workers)
         on_fault = beside(scheme.on_fault, self.trainer)

@@ -165,10 +165,16 @@ class Incoming:
         self._addresses = [p.data_ptr() for p in self._originals]
         self._parameters = [p.detach() for p in self._originals]
 
-    def copy(self, numbers: Sequence[int], after: Callable[[Sequence[int]], Any] = len) -> None:
+    def copy(
+        self,
+        numbers: Sequence[int],
+        after: Callable[[Sequence[int]], Any] = len,
+        sources: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Queue the copies of these parameters, after all queued work that uses them.
 
         ``after`` is called with the numbers, to queue work after the copies on their lane.
+        ``sources``: of all parameters, in place of those given at first.
         """
         if not numbers:
             return
@@ -176,7 +182,7 @@ class Incoming:
             self.hold_compute()  # else the old memory's next user would race with a copy to it
             self._find_places()
         self._streams.wait(Lane.BACK, self._streams.record(Lane.COMPUTE))  # old values in use
-        own, sources = self._parameters, self._sources
+        own, sources = self._parameters, self._sources if sources is None else sources
         self._streams.copy(Lane.BACK, [own[n] for n in numbers], [sources[n] for n in numbers])
         after(numbers)
         self._last = self._streams.record(Lane.BACK)
