@@ -178,8 +178,7 @@ class Store:
         here: Collection[int] | None = None,
         turning: Turning | None = None,
     ) -> None:
-        self.layout = layout
-        self.n_workers = n_workers
+        self.layout, self.n_workers = layout, n_workers
         self.private_parameters = private_parameters
         self.averaging = averaging
         self.holding, self._n_protocol_words = holding, n_words

@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown codec": (
         {"policy": {"name": "pipe_sgd", "compress": "int2"}},
-        r"compress=int2 was given.*int8.*int4",
+        r"compress='int2' was given.*int8, int4",
     ),
     "a correction": (
         {"policy": "pipe_sgd", "correction": "gap_aware"},
