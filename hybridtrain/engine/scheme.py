@@ -13,6 +13,8 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from hybridtrain.engine.exchanges import Inside, Requirements, begin_policy, exchange_of
 from hybridtrain.engine.memory import UpdateMaker
 from hybridtrain.engine.monitoring.hang_detector import HangTimeout
@@ -33,6 +35,8 @@ from hybridtrain.engine.worlds.process_world import ProcessWorld
 from hybridtrain.errors import UserError
 from hybridtrain.util.option_types import as_typed
 
+STATE_DTYPES = {None: torch.float32, "bf16": torch.bfloat16}
+
 
 class StartOptions(NamedTuple):
     """How workers are started; ``threads``: of each, for torch."""
@@ -44,8 +48,9 @@ class StartOptions(NamedTuple):
 class Scheme:
     """The parts of a strategy; a model and data are added by a run.
 
-    ``policy``, ``exchange``, ``update``, ``correction``: its parts. ``requirements``: what policy
-    and exchange rely on, once the number of workers is known.
+    ``policy``, ``exchange``, ``update``, ``correction``: its parts. ``state_dtype``: of what the
+    optimizer of the masters keeps. ``requirements``: what policy and exchange rely on, once the
+    number of workers is known.
     """
 
     @property
@@ -67,6 +72,7 @@ class Scheme:
         self.correction = make_correction(given["correction"])
         self.exchange = exchange_of(self.policy, given["exchange"])
         self.update = update_of(self.exchange, given["update"])
+        self.state_dtype = STATE_DTYPES[given["state_dtype"]]
         self.requirements = Requirements()  # until the number of workers is known
         self.start_method: str = given["start_method"]
         self.stop_grace_s = given["stop_grace_s"]
@@ -113,8 +119,26 @@ def check_parts(scheme: Scheme) -> None:
             f"{given} hogwild no gradient is ever sent that "
             "could be corrected; leave it out, or use strategy=async"
         )
+    if scheme.state_dtype != torch.float32:
+        _check_state_dtype(scheme)
     if wants.parameters == "own":
         _check_own_parameters(scheme)
+
+
+def _check_state_dtype(scheme: Scheme) -> None:
+    """Refuse state of half the size where the server's flat pass does not keep it."""
+    merge, wants = scheme.update.merge, scheme.requirements
+    if wants.steps_in_worker:
+        given = f"exchange={as_typed(scheme.exchange)}"
+        reason = "workers step with state of their own optimizers; use exchange=gradient"
+    elif merge is not None:
+        given = f"update={type(merge).__name__}"
+        reason = "a merge of gradients one by one steps each parameter by itself; use update=user"
+    else:
+        return
+    raise UserError(
+        f"state_dtype=bf16 was given with {given}, but {reason}, or leave state_dtype out"
+    )
 
 
 def _check_own_parameters(scheme: Scheme) -> None:
@@ -194,7 +218,7 @@ def make_server(
     size, exchange = scheme.world_size, scheme.exchange
     merge, inside = scheme.update.merge, scheme.inside
     given = {"correction": correction, "exchange": exchange, "merge": merge, "inside": inside}
-    return kind(policy, size, threads, **given)
+    return kind(policy, size, threads, state_dtype=scheme.state_dtype, **given)
 
 
 def world_of(
@@ -228,7 +252,7 @@ def workers_may_update(scheme: Scheme) -> bool:
     """Whether workers may make updates without the server."""
     maker = scheme.requirements.maker
     corrects = maker is UpdateMaker.ONE_BY_ONE and scheme.correction is not None
-    return maker.borrows and not corrects
+    return maker.borrows and not corrects and scheme.state_dtype == torch.float32
 
 
 def resolve_start_method(method: str) -> str:

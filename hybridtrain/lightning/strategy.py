@@ -92,6 +92,7 @@ class HybridStrategy(HostMemoryStrategy):
             :class:`hybridtrain.engine.exchanges.MergeRule`; ``None``: what goes with the exchange.
         correction: what is done about late gradients: nothing, or one of
             ``hybridtrain.engine.updates.staleness.CORRECTIONS``, given like a policy.
+        state_dtype: ``"bf16"``: half the memory for moments, which are rounded stochastically.
         inside: what the workers of one host do together between two exchanges with other hosts, for
             an exchange whose workers make steps of their own: ``"hybrid"``: they step with the mean
             of their gradients; ``"local_sgd"``, or ``{"name": "local_sgd", "every": 8}``: they take

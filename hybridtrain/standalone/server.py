@@ -34,6 +34,7 @@ from hybridtrain.engine.recording.virtual_rerun import Rehearsal
 from hybridtrain.engine.recovery.failure_policy import Judge
 from hybridtrain.engine.scheme import Scheme, StartOptions
 from hybridtrain.engine.server import server as inner
+from hybridtrain.engine.updates.factory import check_state_dtype
 from hybridtrain.engine.updates.groups import needs_closure
 from hybridtrain.engine.updates.named import KNOWN, MEAN, SUM, make_update
 from hybridtrain.engine.updates.searches import Searches
@@ -93,9 +94,9 @@ class Server(Scheme):
             arguments, or a function that makes one for a list of parameters. If it is left out,
             ``update`` is taken, where that is an optimizer.
 
-    Options ``exchange``, ``update``, ``correction``, ``start_method``, ``threads_per_worker``,
-    ``stop_grace_s``, ``on_nonfinite``, ``on_failure``, ``min_workers``, ``hang_timeout_s`` and
-    ``record`` mean what they mean for :class:`hybridtrain.HybridStrategy`.
+    Options ``exchange``, ``update``, ``correction``, ``state_dtype``, ``start_method``,
+    ``threads_per_worker``, ``stop_grace_s``, ``on_nonfinite``, ``on_failure``, ``min_workers``,
+    ``hang_timeout_s`` and ``record`` mean what they mean for :class:`hybridtrain.HybridStrategy`.
 
     Raises:
         UserError: if the model, an option or a name is not allowed, naming it.
@@ -126,7 +127,7 @@ class Server(Scheme):
         steps, update = _who_steps(exchange, optimizer, given["update"])
         self.choose_parts({**given, "update": update})
         self._model = Model(model)
-        self._make = _maker(steps, [p for _, p in self._model.named if p.requires_grad])
+        self._make = _maker(steps, self._trained)
         self._model.check_finite(self._model.values, "the model")
         self._n_workers = 1
         self._serving: inner.ParameterServer | None = None  # during a run
@@ -310,6 +311,8 @@ class Server(Scheme):
         self._n_workers, self._model = workers, self._model.renewed()
         self.requirements = scheme.required(self)
         scheme.check_parts(self)
+        if self.state_dtype != torch.float32:
+            check_state_dtype(self.update.over(self._make(self._trained)))
         if self.requirements.evaluates and (data is None or how.get("drop_last")):
             given = "no data was given" if data is None else "drop_last=True was given"
             raise UserError(
@@ -366,8 +369,11 @@ class Server(Scheme):
             self._conclude(server)
 
     def _made_by(self) -> dict[str, str]:
-        parameters = [each for _, each in self._model.named if each.requires_grad]
-        return made_by(self._make(parameters), self.update, self.exchange)
+        return made_by(self._make(self._trained), self.update, self.exchange)
+
+    @property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [each for _, each in self._model.named if each.requires_grad]
 
     def _fresh_states(self) -> dict[str, dict[str, Any]] | None:
         """Return the optimizer state of the masters after one update; ``None``: not known."""

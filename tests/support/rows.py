@@ -27,6 +27,7 @@ class Pair:
     alone: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     shares: list[float]
+    version: int = 0  # updates so far
 
     def gradients(self, generator: torch.Generator, scale: float = 1.0) -> Gradients:
         return [
@@ -48,7 +49,8 @@ class Pair:
                 row.copy_(gradient) if gradient is not None else row.fill_(torch.nan)
             contributions.append(Contribution(worker, share, frozenset(absent)))
         with torch.no_grad():
-            self.update.step(StepInput(contributions, clip, rate=rate))
+            self.update.step(StepInput(contributions, clip, rate=rate, version=self.version))
+        self.version += 1
         for number, parameter in enumerate(self.alone):
             parameter.grad = self.mean([row[number] for row in gradients])
         if clip is not None and clip.algorithm == "norm":
@@ -86,6 +88,7 @@ def make_pair(
     shares: Sequence[float] = (0.5, 0.5),
     dtype: torch.dtype = torch.float32,
     lanes: int = 1,
+    state_dtype: torch.dtype = torch.float32,
 ) -> Pair:
     """``shapes``: those of the parameters, group by group. ``make``: the optimizer over them."""
     generator = torch.Generator().manual_seed(7)
@@ -101,5 +104,6 @@ def make_pair(
         masters.append(torch.nn.Parameter(store.master(slot)))
     remaining = iter(masters)
     mirrored = [[next(remaining) for _ in group] for group in groups]
-    update = build_update(make(mirrored), range(len(alone)), store, Pool(lanes))
+    numbers, pool = range(len(alone)), Pool(lanes)
+    update = build_update(make(mirrored), numbers, store, pool, state_dtype=state_dtype)
     return Pair(store, update, alone, make(groups), list(shares))

@@ -323,15 +323,26 @@ def test_a_signal_ends_the_run_and_leaves_what_was_trained(
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("strategy", ["hybrid", "async", "hogwild", "k_batch_async"])
-def test_a_run_goes_on_from_a_file_as_from_the_run_before(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("hybrid", {}),
+        ("async", {}),
+        ("hogwild", {}),
+        ("k_batch_async", {}),
+        ("async", {"state_dtype": "bf16"}),
+    ],
+)
+def test_a_run_goes_on_from_a_file_as_from_the_run_before(
+    strategy: str, options: Any, tmp_path: Path
+) -> None:
     plan = {"workers": 1, "data": len(X), "batch_size": 8}
     adam = {"name": "adam", "lr": 0.1}
-    server = Server(whole := weights(), strategy, optimizer=adam)
+    server = Server(whole := weights(), strategy, optimizer=adam, **options)
     server.run(descend, **plan)
     server.save(tmp_path / "run.pt")
     server.run(descend, **plan)
-    again = Server(second := weights(), strategy, optimizer=adam)
+    again = Server(second := weights(), strategy, optimizer=adam, **options)
     again.load(tmp_path / "run.pt")
     again.run(descend, **plan)
     assert (whole["w"] == second["w"]).all() and whole["b"] == second["b"]
@@ -618,6 +629,18 @@ def test_data_keep_their_form() -> None:
             r"no data was given with policy=\{name: async, warm_start: 3\}",
         ),
         (lambda: Server(X, optimizer=SGD).run(descend, data=[]), "has no samples"),
+        (
+            lambda: Server(X, optimizer=SGD, state_dtype="bf16").run(descend, data=X),
+            "state_dtype=bf16 was given with optimizer SGD, but it keeps no state",
+        ),
+        (
+            lambda: Server(X, "hogwild", optimizer="adam", state_dtype="bf16").run(descend, data=X),
+            "state_dtype=bf16 was given with exchange=in_place, but workers step",
+        ),
+        (
+            lambda: Server(X, optimizer="adam", state_dtype="fp8"),  # type: ignore[arg-type]
+            "state_dtype='fp8' was given; it must be bf16 or null",
+        ),
         (lambda: Server(X, optimizer=SGD).run(descend, data=(np.ones(2), [1, 2])), r"and \[1, 2\]"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=3.5), "data=3.5 was given"),
         (lambda: Server(X, optimizer=SGD).run(descend, data=True), "data=True was given"),

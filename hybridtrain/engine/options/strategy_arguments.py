@@ -55,6 +55,7 @@ class SchemeArguments(TypedDict, total=False):
     exchange: Named | None
     update: Named | None
     correction: Named | None
+    state_dtype: Literal["bf16"] | None
     start_method: Literal["auto", "fork", "spawn", "forkserver"]
     threads_per_worker: Threads | Literal["auto"]
     stop_grace_s: NotNegative
@@ -90,6 +91,7 @@ DEFAULTS = StrategyArguments(
     exchange=None,
     update=None,
     correction=None,
+    state_dtype=None,
     inside=None,
     workers_per_device=1,
     start_method="auto",

@@ -101,7 +101,7 @@ class Record:
     @property
     def strategy(self) -> dict[str, str]:
         """The parts of the run's strategy by name."""
-        names = ("policy", "correction", "exchange", "update")
+        names = ("policy", "correction", "exchange", "update", "state_dtype")
         return {name: str(self.header[name]) for name in names if name in self.header}
 
     @property

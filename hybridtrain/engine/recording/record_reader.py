@@ -76,7 +76,7 @@ _HEADER = {
     "hosts?": [Count],
     "steps?": Annotated[int, Range(1, 2**31)],
     **dict.fromkeys(("threads", "server_threads"), _Threads),
-    **dict.fromkeys(("policy", "correction?", "exchange?", "update?"), str),
+    **dict.fromkeys(("policy", "correction?", "exchange?", "update?", "state_dtype?"), str),
     "requirements": {"parameters": str, "together?": Count},
     "versions": {EACH: str},
     "code": {EACH: str},

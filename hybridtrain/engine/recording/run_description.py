@@ -114,6 +114,7 @@ def header(strategy: Any, threads: int, server_threads: int) -> dict[str, Any]:
         "exchange": identity(strategy.exchange),
         "steps": strategy.exchange.steps,  # mini-batches of a push
         "update": identity(strategy.update),
+        "state_dtype": identity(strategy.state_dtype),
         "requirements": asdict(strategy.requirements),
         "versions": versions(),
         "code": {"hybridtrain": _hash_of_package(), **users_code()},

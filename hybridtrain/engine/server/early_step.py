@@ -26,6 +26,7 @@ class EarlyStep:
         pushes: of all workers, in the order in which they are added.
         arrivals: tells how far their rows have come.
         received: the workers whose pushes the server has already.
+        version: the number of updates before this one.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class EarlyStep:
         pushes: Mapping[int, Push],
         arrivals: Arrivals,
         received: frozenset[int],
+        version: int,
     ) -> None:
         self._optimizers, self._pushes, self._arrivals = optimizers, dict(pushes), arrivals
-        self._awaited = set(pushes.keys() - received)
+        self._awaited, self._version = set(pushes.keys() - received), version
         self._stepped: Stepped | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._step, name="early step", daemon=True)
@@ -47,8 +49,14 @@ class EarlyStep:
         try:
             # Not what a profiler has put in its place: that measures the server's thread.
             step = type(self._optimizers).step
-            pushes, arrivals = self._pushes, self._arrivals
-            self._stepped = step(self._optimizers, pushes, arrivals=arrivals, lead=min(pushes))
+            pushes = self._pushes
+            self._stepped = step(
+                self._optimizers,
+                pushes,
+                arrivals=self._arrivals,
+                lead=min(pushes),
+                version=self._version,
+            )
         except NotArrived:  # the update has undone it
             pass
         except BaseException as error:

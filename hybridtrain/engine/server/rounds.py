@@ -248,7 +248,8 @@ class Rounds:
         known = self._early is not None or pushes.keys() != members
         if fits and not known and self.optimizers.can_begin(list(pushes.values())):
             received = frozenset(self.pushed)
-            self._early = EarlyStep(self.optimizers, pushes, coming.arrivals, received)
+            version = self._statistics.version
+            self._early = EarlyStep(self.optimizers, pushes, coming.arrivals, received, version)
 
     def expect(self, event: Event) -> None:
         """Before each event: undo what was begun early, unless this is a push of it."""
@@ -475,7 +476,9 @@ class Rounds:
         counted: list[int] = []
         for number, own in _by_optimizer(pushes, self.optimizers.holding).items():
             lead = min(own) if own and self.requirements.whole_rounds else None
-            stepped = self._take_early_step(own) or self.optimizers.step(own, number, lead=lead)
+            stepped = self._take_early_step(own) or self.optimizers.step(
+                own, number, lead=lead, version=self._statistics.version
+            )
             self._outcome.update(dict.fromkeys(own, stepped))
             counted += stepped.workers
         return counted

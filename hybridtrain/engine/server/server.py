@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
+import torch
+
 from hybridtrain.engine.exchanges import Exchange, Inside, begin_policy, exchange_of
 from hybridtrain.engine.exchanges.compression import codec_of
 from hybridtrain.engine.exchanges.exchange import MergeRule, check_rule
@@ -109,6 +111,7 @@ class ParameterServer:
         timeline: to be filled.
         inside: what the workers of one host do together.
         traffic: of several hosts, for the statistics.
+        state_dtype: of the optimizers' state tensors, between updates.
 
     Raises:
         UserError: if policy and exchange contradict each other.
@@ -126,8 +129,9 @@ class ParameterServer:
         timeline: Timeline | None = None,
         inside: Inside | None = None,
         traffic: Traffic | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.policy, self._merge = policy, merge
+        self.policy, self._merge, self._state_dtype = policy, merge, state_dtype
         exchange = exchange or exchange_of(policy)
         self.requirements = wants = begin_policy(policy, exchange, n_workers, inside)
         if merge is not None:
@@ -480,7 +484,8 @@ class ParameterServer:
         assert store is not None, "parameters are shared before optimizers are installed"
         if not known and store.step_counts is not None:
             store.step_counts.begin(install.version)
-        updates = load_updates(install.optimizers, store, self._pool, known, self._merge)
+        rules = self._merge, self._state_dtype
+        updates = load_updates(install.optimizers, store, self._pool, known, *rules)
         if not known:
             self.statistics.start(install.version)
             self._rounds.begin(install.version, install.last)

@@ -71,7 +71,8 @@ class SavedOptimizer:
 class StepInput(NamedTuple):
     """Input of one step; ``rate``: factor of its learning rates.
 
-    ``arrivals``: of rows that are not complete yet; the step may have to be undone.
+    ``arrivals``: of rows that are not complete yet; the step may have to be undone. ``version``:
+    the number of updates before this one.
     """
 
     contributions: Sequence[Contribution]
@@ -79,6 +80,7 @@ class StepInput(NamedTuple):
     evaluation: Evaluation = Evaluation()
     rate: float = 1.0
     arrivals: Arrivals | None = None
+    version: int = 0
 
 
 class Update(Protocol):
@@ -91,7 +93,7 @@ class Update(Protocol):
     must carry it; ``sums``: contributions are added, not averaged; ``merge``: the
     user's rule, which gets contributions apart; ``trial``: by slot number, where workers are to
     evaluate the loss next, if not at the masters; ``can_undo``: takes rows that are still
-    arriving.
+    arriving; ``state_dtype``: of state tensors between steps.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Update(Protocol):
     merge: MergeRule | None = None
     trial: Mapping[int, torch.Tensor] = MappingProxyType({})
     can_undo: bool = False
+    state_dtype: torch.dtype = torch.float32
 
     def read(self, worker: int) -> None:
         """The worker reads the masters now, and computes its next gradient there."""

@@ -30,10 +30,12 @@ def load_updates(
     pool: Pool,
     known: Sequence[Update] = (),
     merge: MergeRule | None = None,
+    state_dtype: torch.dtype = torch.float32,
 ) -> list[Update]:
     """Build updates from a worker's pickled optimizers, over views of the masters.
 
-    A number keeps that update of ``known``; its other updates are closed.
+    A number keeps that update of ``known``; its other updates are closed. ``state_dtype``: of their
+    state tensors, between steps.
 
     Raises:
         UserError: if the server cannot step an optimizer.
@@ -42,12 +44,13 @@ def load_updates(
     def parameter(number: int) -> torch.nn.Parameter:
         return as_parameter(store.master(store.layout.slots[number]))
 
-    updates = [
-        known[payload]
-        if isinstance(payload, int)
-        else build_update(*load(payload, parameter), store, pool, merge)
-        for payload in payloads
-    ]
+    def made(payload: bytes) -> Update:
+        optimizer, numbers = load(payload, parameter)
+        if state_dtype != torch.float32:
+            check_state_dtype(optimizer, not store.layout.sparse.isdisjoint(numbers))
+        return build_update(optimizer, numbers, store, pool, merge, state_dtype)
+
+    updates = [known[each] if isinstance(each, int) else made(each) for each in payloads]
     for update in known:
         if update not in updates:
             update.close()
@@ -60,10 +63,12 @@ def build_update(
     store: Store,
     pool: Pool,
     merge: MergeRule | None = None,
+    state_dtype: torch.dtype = torch.float32,
 ) -> Update:
     """The flat pass if it has a kernel for the optimizer, else an update of the optimizer itself.
 
-    ``merge``: makes one gradient of the workers', instead of their mean.
+    ``merge``: makes one gradient of the workers', instead of their mean. ``state_dtype``: of state
+    tensors between steps, in the flat pass; :func:`check_state_dtype` refuses other optimizers.
 
     Raises:
         UserError: if the optimizer needs a closure, and workers run asynchronously.
@@ -82,7 +87,7 @@ def build_update(
     if store.lock_free and not needs_closure(optimizer):
         return SharedStateOptimizer(optimizer, numbers, store)
     if (kernel := kernel_for(optimizer)) is not None:
-        return FlatUpdate(optimizer, numbers, store, pool, kernel)
+        return FlatUpdate(optimizer, numbers, store, pool, kernel, state_dtype)
     if (rows := row_kernel(optimizer)) is not None:
         return ByRow(optimizer, numbers, store, pool, rows)
     if not calls_closure(optimizer):
@@ -96,6 +101,39 @@ def build_update(
             "never wait; use strategy=hybrid, or Adam or SGD"
         )
     return PerTensorUpdate(optimizer, numbers, store)
+
+
+_ROUNDED_WHOLE = "gradients are sparse, and the state is rounded as a whole; use sparse=False"
+
+
+def check_state_dtype(optimizer: torch.optim.Optimizer, sparse: bool = False) -> None:
+    """Check that the optimizer's state may be kept as bfloat16; ``sparse``: some gradients are.
+
+    Raises:
+        UserError: naming the optimizer, and what to use.
+    """
+    kernel, name = kernel_for(optimizer), type(optimizer).__name__
+    if kernel is None:
+        reason = (
+            "only those of torch.optim that step each element by itself (Adam, AdamW, SGD with "
+            "momentum, Adagrad, RMSprop), on float32 parameters and without foreach, have state "
+            "that can be rounded; use one of them"
+        )
+    elif sparse:
+        reason = _ROUNDED_WHOLE
+    elif not kernel.may_be_rounded:
+        reason = "its state is a mean of the parameters, which bf16 is too coarse for; use AdamW"
+    elif not any(map(kernel.keeps, optimizer.param_groups)):
+        reason = "it keeps no state; give it a momentum"
+    else:
+        return
+    raise _not_rounded(name, reason)
+
+
+def _not_rounded(name: str, reason: str) -> UserError:
+    return UserError(
+        f"state_dtype=bf16 was given with optimizer {name}, but {reason}, or leave state_dtype out"
+    )
 
 
 def _check_merges(merge: MergeRule, optimizer: torch.optim.Optimizer) -> None:
@@ -113,6 +151,8 @@ def for_sparse(
     """Replace the flat pass, which needs dense gradients, at the first sparse gradient."""
     if not isinstance(update, FlatUpdate) or not any(each.packed for each in contributions):
         return update
+    if update.state_dtype != torch.float32:
+        raise _not_rounded(update.name, _ROUNDED_WHOLE)
     optimizer, parameters = update.release_optimizer()
     update.close()
     if (rows := row_kernel(optimizer)) is not None:

@@ -164,11 +164,13 @@ class Optimizers:
         number: int | None = None,
         arrivals: Arrivals | None = None,
         lead: int | None = None,
+        version: int = 0,
     ) -> Stepped:
         """Step one optimizer with these pushes and its accumulated gradients.
 
         ``lead``: the worker whose hyper-parameters it has, if they differ between workers (a
-        schedule that follows each one's own loss); else whoever has changed them last.
+        schedule that follows each one's own loss); else whoever has changed them last. ``version``:
+        the number of updates before this one.
 
         Pushes of weight 0 have no share, but their changes of hyper-parameters and groups are
         applied: a worker sends a change only once. A single veto skips the step, unless it is one
@@ -194,15 +196,13 @@ class Optimizers:
                 return Stepped(())
             if self._memory is not None:
                 update = self._updates[number] = for_sparse(update, contributions, *self._memory)
+            evaluation = evaluation_of(counted, held)
+            given = StepInput(contributions, clip, evaluation, rate, arrivals, version)
             with self.late.watch(contributions, update.members):
-                evaluation = evaluation_of(counted, held)
-                given = StepInput(contributions, clip, evaluation, rate, arrivals)
                 again = update.step(given)
             if self._memory is not None:  # for workers with their own copies
                 self._memory[0].moves.note(numbers_of(update.members), update.moved)
-        lent = update.lent if isinstance(update, SharedStateOptimizer) else None
-        step = None if lent is None else StepNumber(lent.generation)
-        return Stepped(tuple(counted), again, update.news, step)
+        return Stepped(tuple(counted), again, update.news, _number_of(update))
 
     def _number_step(self, worker: int, push: Push, update: Update) -> Stepped:
         """The worker makes the step itself; count it, and number it if the state is shared."""
@@ -361,6 +361,12 @@ class Optimizers:
             update.close()
 
 
+def _number_of(update: Update) -> StepNumber | None:
+    """The number of a step that the server has made, for workers that share the state."""
+    lent = update.lent if isinstance(update, SharedStateOptimizer) else None
+    return None if lent is None else StepNumber(lent.generation)
+
+
 def is_dense(push: Push) -> bool:
     """Whether the worker's row holds a whole dense gradient, weighted by the push."""
     return not (push.row.absent or push.row.packed or push.row.averaged)
@@ -435,7 +441,7 @@ def regroup(
         _filled(known, [parameters[number] for number in inside], group)
         for group, inside in zip(groups, members, strict=True)
     ]
-    return build_update(optimizer, numbers, store, pool, update.merge)
+    return build_update(optimizer, numbers, store, pool, update.merge, update.state_dtype)
 
 
 def with_state(update: Update, payload: bytes, store: Store, pool: Pool) -> Update:
@@ -445,7 +451,8 @@ def with_state(update: Update, payload: bytes, store: Store, pool: Pool) -> Upda
     states = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
     optimizer.state.clear()
     optimizer.state.update({parameters.get(key, key): state for key, state in states.items()})
-    return build_update(optimizer, numbers_of(update.members), store, pool, update.merge)
+    numbers, kept = numbers_of(update.members), update.state_dtype
+    return build_update(optimizer, numbers, store, pool, update.merge, kept)
 
 
 def _filled(

@@ -148,6 +148,7 @@ LOCK_STEP: dict[str, dict[str, Any]] = {
     "hybrid, gradients are read": {"callbacks": (ReadsGradients,)},
     "hybrid, int8": {"exchange": {"name": "gradient", "compress": "int8"}},
     "hybrid, bf16": {"transport_dtype": "bf16"},
+    "hybrid, bf16 state": {"state_dtype": "bf16"},
     "median": {"update": "median"},
     "local_sgd": {"exchange": OWN},
     "synchronous": {"policy": "synchronous"},

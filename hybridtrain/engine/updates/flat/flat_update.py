@@ -45,6 +45,7 @@ from hybridtrain.engine.updates.flat.chunks import (
     scalar,
     total,
 )
+from hybridtrain.engine.updates.flat.state_storage import StateStorage, storage_for
 from hybridtrain.engine.updates.groups import Groups, members_of, plain, slowed
 from hybridtrain.engine.updates.kernels import Figures, Kernel, StepChunk, scalar_dtype
 from hybridtrain.engine.updates.mean import merge
@@ -105,6 +106,7 @@ class FlatUpdate(Update):
         store: the shared rows.
         pool: the threads that step.
         kernel: steps a chunk.
+        state_dtype: float32, or bfloat16 for state of half the size, rounded stochastically.
     """
 
     def __init__(
@@ -114,13 +116,16 @@ class FlatUpdate(Update):
         store: Store,
         pool: Pool,
         kernel: Kernel,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.name, self.can_undo = type(optimizer).__name__, True
         self.members = members_of(optimizer, numbers)
         self._optimizer = optimizer  # its own state is that of parameters that have left it
         self._store, self._pool, self._numbers = store, pool, tuple(numbers)
-        self._kernel = kernel
-        large = store.layout.sizes[torch.float32] >= _LARGE
+        self._kernel, self.state_dtype = kernel, state_dtype
+        size = store.layout.sizes[torch.float32]
+        self._storage: StateStorage = storage_for(state_dtype, size)
+        large = size >= _LARGE
         self._piece = kernel.chunk * (8 if large else 1)  # of a norm: independent of the threads
         self._longest = kernel.chunk * max(1, pool.size // 2)  # chunk
         self._groups = [dict(group) for group in plain(optimizer)]
@@ -137,7 +142,7 @@ class FlatUpdate(Update):
         needed = {name: None for group in self._groups for name in self._kernel.names(group)}
         size = self._store.layout.sizes[torch.float32]
         missing = [name for name in needed if name not in self.flats]
-        made = private(len(missing), size, torch.float32)
+        made = private(len(missing), size, self.state_dtype)
         self.flats |= dict(zip(missing, made, strict=True))
 
     def is_settled(self, count_group: StepCountGroup) -> bool:
@@ -184,6 +189,7 @@ class FlatUpdate(Update):
         keep = None if given.arrivals is None else self._keeping(plan)
         with slowed(self._groups, given.rate) if given.rate != 1.0 else nullcontext():
             steps = [self._begin(count_group) for count_group in plan.count_groups]
+        self._storage.begin(given.version, min(plan.size, self._chunk_for(plan.size)))
         watched = self._store.progress.watched
         told = ChunkProgress(self._store.progress, plan.stops) if watched else None
         work = partial(self._step_chunk, mean, transform, steps, told)
@@ -197,7 +203,8 @@ class FlatUpdate(Update):
         if self._undo is None:
             size = self._store.layout.sizes[torch.float32]
             try:
-                self._undo = Undo(private(1 + len(self.flats), size, torch.float32))
+                masters = private(1, size, torch.float32)
+                self._undo = Undo(masters + private(len(self.flats), size, self.state_dtype))
             except UserError as error:  # not enough memory: begin when all rows are here
                 self.can_undo = False
                 raise NotArrived from error
@@ -257,7 +264,7 @@ class FlatUpdate(Update):
         gradient = mean.of(chunk, scratch[0])
         if transform is not None:
             gradient = transform(gradient, scratch[0])
-        steps[chunk.count_group](chunk.parameter, gradient, chunk.state, scratch[1:])
+        self._storage.step(steps[chunk.count_group], chunk, gradient, scratch[1:])
         if told is not None:
             told.ended(chunk.number)
 
@@ -266,8 +273,9 @@ class FlatUpdate(Update):
         known = self._scratch[lane]
         if size not in known:
             room = max(self._longest, self._piece)
+            count = 1 + self._kernel.scratch + self._storage.scratch(len(self.flats))
             largest = known.get(0) or tuple(
-                [torch.empty(room, dtype=torch.float32) for _ in range(1 + self._kernel.scratch)]
+                [torch.empty(room, dtype=torch.float32) for _ in range(count)]
             )
             known[0] = largest
             known[size] = tuple([each[:size] for each in largest])
@@ -287,7 +295,6 @@ class FlatUpdate(Update):
         moving = [index for index, some in enumerate(present) if some is None or some]
         if self.count_groups.part(moving) or len(self._plans) >= _PLANS:
             self._forget_plans()
-            self._scratch = [{} for _ in self._scratch]
         places = [(self._numbers[i], self.count_groups.of[i], present[i]) for i in moving]
         state = {
             count_group: tuple(
@@ -301,6 +308,7 @@ class FlatUpdate(Update):
     def _forget_plans(self) -> None:
         self._plans.clear()
         self._pieces.clear()
+        self._scratch = [{} for _ in self._scratch]
 
     def _chunk_for(self, size: int) -> int:
         """Elements of a chunk, in an update of ``size`` elements.
@@ -356,7 +364,7 @@ class FlatUpdate(Update):
             if count_group.begun:
                 kept = {name: figure.clone() for name, figure in count_group.figures.items()}
                 for name in self._kernel.names(self._groups[count_group.group]):
-                    kept[name] = self._part(name, index).clone()
+                    kept[name] = self._part(name, index).to(torch.float32, copy=True)
                 states[self._numbers[index]] = kept
         return SavedOptimizer(states, groups=tuple(self._groups))
 

@@ -34,6 +34,7 @@ class KeptState(KernelState):
         names: of the state tensors.
         figures: besides the number of steps.
         start: initial values other than zero; ``None``: the learning rate.
+        may_be_rounded: they are moments, not values of the parameters.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class KeptState(KernelState):
         *names: str,
         figures: tuple[str, ...] = (),
         start: Mapping[str, float | None] = MappingProxyType({}),
+        may_be_rounded: bool = True,
     ) -> None:
-        self._names, self._start = names, start
+        self._names, self._start, self.may_be_rounded = names, start, may_be_rounded
         self.figures = ("step", *figures)
 
     def names(self, group: Group) -> tuple[str, ...]:
@@ -66,7 +68,7 @@ class PublicClass(Kernel):
         self, like: KernelState, kind: type[torch.optim.Optimizer], fused: bool = False
     ) -> None:
         self._like, self._kind = like, kind
-        self.figures = like.figures
+        self.figures, self.may_be_rounded = like.figures, like.may_be_rounded
         self._engine = {"fused": fused, "foreach": False}
 
     def names(self, group: Group) -> tuple[str, ...]:
@@ -122,7 +124,9 @@ _RARE: Mapping[type, KernelState] = {
     _OPTIM.RAdam: KeptState(*_MOMENTS),
     _OPTIM.Adamax: KeptState("exp_avg", "exp_inf"),
     _OPTIM.Adadelta: KeptState("square_avg", "acc_delta"),
-    _OPTIM.ASGD: KeptState("ax", figures=("eta", "mu"), start={"eta": None, "mu": 1.0}),
+    _OPTIM.ASGD: KeptState(
+        "ax", figures=("eta", "mu"), start={"eta": None, "mu": 1.0}, may_be_rounded=False
+    ),
     _OPTIM.Rprop: KeptState("prev", "step_size", start={"step_size": None}),
 }
 

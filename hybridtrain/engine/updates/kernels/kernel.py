@@ -28,6 +28,7 @@ class KernelState(ABC):
     """The state of one optimizer class."""
 
     figures: tuple[str, ...] = ("step",)
+    may_be_rounded = True  # the state tensors, to fewer digits than the parameters have
 
     @abstractmethod
     def names(self, group: Group) -> tuple[str, ...]:
