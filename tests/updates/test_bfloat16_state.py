@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from hybridtrain.engine.updates.factory import check_state_dtype
 from hybridtrain.engine.updates.flat import flat_update
 from hybridtrain.engine.updates.flat.chunks import Chunk
 from hybridtrain.engine.updates.flat.flat_update import FlatUpdate
+from hybridtrain.engine.updates.flat.rounding import Round, fastest_rounding, round_by_numpy
 from hybridtrain.engine.updates.flat.state_storage import BFloat16State
 from hybridtrain.engine.updates.groups import plain
 from hybridtrain.engine.updates.kernels import kernel_for
@@ -53,6 +56,23 @@ def test_a_value_is_rounded_to_its_neighbours_and_is_right_on_average() -> None:
     assert all(len(column.unique()) == 2 for column in found.T), "now this one, now that one"
     error = (found.mean(0) - values).abs() / ulp
     assert error.max() < 0.05  # 4.5 standard deviations of the mean of 2,000
+
+
+@pytest.mark.parametrize("make", [fastest_rounding, lambda: round_by_numpy], ids=["fast", "numpy"])
+def test_rounding_with_and_without_numba_has_the_same_bits(make: Callable[[], Round]) -> None:
+    generator = np.random.default_rng(0)
+    bits, one, other = (generator.integers(0, 2**n, 999, dtype=np.uint32) for n in (32, 16, 16))
+    expected = [(int(b) + (int(x) ^ int(y))) % 2**32 >> 16 for b, x, y in zip(bits, one, other)]  # noqa: B905
+    found = np.zeros(999, dtype=np.uint16)
+    make()(bits, one, other, np.zeros_like(bits), found)
+    assert found.tolist() == expected
+
+
+def test_without_numba_numpy_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    fastest_rounding.cache_clear()
+    assert fastest_rounding() is round_by_numpy
+    fastest_rounding.cache_clear()
 
 
 def test_what_needs_no_rounding_stays_as_it_is() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridtrain.tasks.shared_tables import compiled
+from hybridtrain.util.compiling import compiled
 
 Array = Any  # numpy.ndarray; numba knows the types
 

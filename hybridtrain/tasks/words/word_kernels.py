@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from hybridtrain.tasks.shared_tables import compiled, inlined
+from hybridtrain.util.compiling import compiled, inlined
 
 _LOOKS_EVERY = 16  # predictions, of which one is looked at for the loss
 _FRACTION = 2.0**-24

@@ -18,6 +18,7 @@ from hybridtrain.tasks.words import word_kernels as kernels
 from hybridtrain.tasks.words.questions import read_vectors
 from hybridtrain.tasks.words.text_data import EncodedText, Vocabulary, alias_table, huffman
 from hybridtrain.tasks.words.word2vec import Architecture, Output, Word2Vec
+from hybridtrain.util import compiling
 from tests.picking import by_default
 from tests.tasks.words.made import margin, train, write_text
 
@@ -193,7 +194,7 @@ def test_without_numba_everything_goes_through_torch(text: Path, monkeypatch: An
         train(Word2Vec(16, compiled=True), text, "hogwild", 1)
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
     with pytest.raises(UserError, match=r"need numba: pip install 'hybridtrain\[sparse\]'"):
-        shared_tables.compiled(lambda: 0)
+        compiling.compiled(lambda: 0)
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_done_without(monkeypatch: Any) -> None:
@@ -209,7 +210,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_done_without(monkeypatch: An
 
     monkeypatch.setattr(numba, "njit", njit)
     with pytest.warns(UserWarning, match="no locator available.*NUMBA_CACHE_DIR"):
-        twice = shared_tables.compiled(lambda x: 2 * x)
+        twice = compiling.compiled(lambda x: 2 * x)
     assert twice(4) == 8
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from hybridtrain.engine.updates.flat.chunks import Chunk
+from hybridtrain.engine.updates.flat.rounding import Words, fastest_rounding
 from hybridtrain.engine.updates.kernels import StepChunk
 from hybridtrain.engine.updates.kernels.kernel import Tensors
 
@@ -63,6 +64,7 @@ class BFloat16State(StateStorage):
         self._size = size
         self._lengths = _lengths(_MOST_TENSORS * size)
         self._tables = [np.empty(0, dtype=np.uint32) for _ in self._lengths]
+        self._to_bfloat16 = fastest_rounding()
         self._drawn = -1  # the update whose numbers the tables hold
 
     def scratch(self, n_tensors: int) -> int:
@@ -95,25 +97,15 @@ class BFloat16State(StateStorage):
         for number, (kept, out) in enumerate(zip(chunk.state, wide, strict=True)):
             self._round(out, kept, number * self._size + chunk.start, _words(noise))
 
-    def _round(self, wide: torch.Tensor, kept: torch.Tensor, place: int, noise: _Words) -> None:
-        """Round a tensor, (n,), whose first element has this place in the whole state.
-
-        What is cut off are the lower 16 bits: with a random number below 2**16 added, a carry
-        rounds up (in magnitude). Infinity stays what it is, and so does the usual NaN.
-        """
+    def _round(self, wide: torch.Tensor, kept: torch.Tensor, place: int, scratch: Words) -> None:
+        """Round a tensor, (n,), whose first element has this place in the whole state."""
         starts = [place % length for length in self._lengths]
-        one, other = [t[s : s + noise.size] for t, s in zip(self._tables, starts, strict=True)]
-        bits = _words(wide)
-        np.bitwise_xor(one, other, out=noise)
-        np.add(bits, noise, out=bits)
+        one, other = [t[s : s + scratch.size] for t, s in zip(self._tables, starts, strict=True)]
         out = kept.view(torch.int16).numpy().view(np.uint16)
-        np.right_shift(bits, 16, out=out, casting="unsafe")
+        self._to_bfloat16(_words(wide), one, other, scratch, out)
 
 
-_Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
-
-
-def _words(tensor: torch.Tensor) -> _Words:
+def _words(tensor: torch.Tensor) -> Words:
     """The bits of float32 elements, (n,)."""
     return tensor.numpy().view(np.uint32)
 
