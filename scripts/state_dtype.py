@@ -130,25 +130,30 @@ def update_of(parameters: int, dtype: torch.dtype, threads: int) -> Callable[[],
     return step
 
 
-def seconds(steps: Sequence[Callable[[], None]], turns: int = 40) -> list[list[float]]:
-    """Of each step, by turns; without the first."""
-    found: list[list[float]] = [[] for _ in steps]
+def seconds(
+    steps: Sequence[Callable[[], None]], turns: int = 40
+) -> list[list[tuple[float, float]]]:
+    """Of each step, by turns and without the first: on the clock, and of all cores."""
+    found: list[list[tuple[float, float]]] = [[] for _ in steps]
     for _ in range(turns):
         for step, own in zip(steps, found, strict=True):
-            began = time.perf_counter()
+            began = time.perf_counter(), time.process_time()
             step()
-            own.append(time.perf_counter() - began)
+            own.append((time.perf_counter() - began[0], time.process_time() - began[1]))
     return [own[1:] for own in found]
 
 
 def times(parameters: int) -> str:
     """The second table."""
-    lines = ["| threads | float32: median (least) | bf16 |", "| --- | --- | --- |"]
+    head = "milliseconds: median (least), CPU"
+    lines = [f"| threads | float32, {head} | bf16, {head} |", "| --- | --- | --- |"]
     for threads in (1, 2):
         made = [update_of(parameters, each, threads) for each in (torch.float32, torch.bfloat16)]
-        cells = [
-            f"{1e3 * statistics.median(own):.1f} ({1e3 * min(own):.1f}) ms" for own in seconds(made)
-        ]
+        cells = []
+        for own in seconds(made):
+            clock, cpu = ([1e3 * each for each in column] for column in zip(*own, strict=True))
+            middle = statistics.median(clock), min(clock), statistics.median(cpu)
+            cells.append("{:.1f} ({:.1f}), {:.1f}".format(*middle))
         lines.append(f"| {threads} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

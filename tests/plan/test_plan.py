@@ -296,6 +296,9 @@ def test_planned_optimizer_state_follows_from_the_optimizers_options(
     (run / ".hydra").mkdir(exist_ok=True)
     (run / ".hydra/config.yaml").write_text(json.dumps({"optimizer": optimizer}))
     assert evidence(run).state_bytes == n_bytes
+    narrow = {"optimizer": optimizer, "strategy": {"state_dtype": "bf16"}}
+    (run / ".hydra/config.yaml").write_text(json.dumps(narrow))
+    assert evidence(run).state_bytes == n_bytes // 2
 
 
 def test_a_range_that_begins_at_0_is_ranked_by_its_middle() -> None:

@@ -559,6 +559,18 @@ def test_many_workers_train_in_virtual_time() -> None:
 
 
 @pytest.mark.wide
+def test_virtual_time_rounds_optimizer_state_as_processes_do() -> None:
+    adam = {"name": "adam", "lr": 0.1}
+    found = []
+    for dtype, virtual in (("bf16", False), ("bf16", True), (None, True)):
+        server = Server(model := weights(), optimizer=adam, state_dtype=dtype)  # type: ignore[arg-type]
+        go = server.simulate if virtual else server.run
+        go(descend, workers=2, data=len(X), batch_size=8)
+        found.append(model["w"])
+    processes, narrow, wide = found
+    assert (processes == narrow).all() and (narrow != wide).any()
+
+
 def test_no_lightning_is_imported() -> None:
     code = (
         "import sys, numpy as np, hybridtrain\n"

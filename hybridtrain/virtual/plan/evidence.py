@@ -229,9 +229,10 @@ def _state_bytes(run: Run) -> int | None:
     if target is None:
         return None
     more = ("amsgrad", "centered", *(("momentum",) if name in ("SGD", "RMSprop") else ()))
-    return STATE_BYTES.get(name, USUAL_STATE_BYTES) + 4 * sum(
+    n_bytes = STATE_BYTES.get(name, USUAL_STATE_BYTES) + 4 * sum(
         bool(run.config.get(f"optimizer.{option}")) for option in more
     )
+    return n_bytes if run.config.get("strategy.state_dtype") is None else n_bytes // 2
 
 
 def speed_of(record: Record) -> float:
