@@ -215,8 +215,7 @@ class Session(WorkerSession):
         """Each optimizer's ``state_dict()`` at one version. The parameters become those of that
         version, unless user code has swapped in others (averaged weights), which it saves.
 
-        ``reach`` brings schedules, and so the learning rates, to it. ``between``: workers run
-        freely now.
+        ``reach`` brings schedules, and so rates, to it. ``between``: workers run freely now.
         """
         self._client.pushes.settle()
         if between:
