@@ -474,7 +474,8 @@ def _advice(cfg: DictConfig, parts: Parts) -> dict[str, Any] | None:
         strategy: Any = strategy_of(trainer)
         stats, cpu_s = strategy.run_stats(), _workers_cpu_s() - parts.cpu_before_s
         most_per_s = usable_cores() * stats["samples"] / cpu_s if cpu_s else math.inf
-        found = advise(Path(record), stats, most_per_s)
+        by_hand = not trainer.lightning_module.automatic_optimization
+        found = advise(Path(record), stats, most_per_s, by_hand)
         return None if found is None else asdict(found)
     except Exception:
         log.debug("no advice", exc_info=True)

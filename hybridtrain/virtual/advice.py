@@ -23,6 +23,7 @@ from hybridtrain.engine.exchanges.gradient import Gradient
 from hybridtrain.engine.policies import make_policy
 from hybridtrain.engine.policies.registry import POLICIES
 from hybridtrain.engine.recording.observed import Observed, observe
+from hybridtrain.engine.updates.flat.lent_state import LARGEST
 from hybridtrain.engine.updates.named import NamedUpdate, make_update
 from hybridtrain.errors import UserError
 from hybridtrain.util.arguments import spelled
@@ -43,7 +44,8 @@ SLOW = 1.5  # times as long as the median of the others
 class Candidate:
     """A policy to try: its parameters for so many workers of which so many are ``fast``.
 
-    ``reason``: why it is faster, and what that costs. ``least_fast``: with fewer it makes no sense.
+    ``reason``: why it is faster, and what that costs. ``least_fast``: with fewer it makes no sense;
+    0: also for one worker alone.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Candidate:
 # In the order of what they change of a run in lock-step. With k = 1 the first would train the fast
 # worker alone, and the second is the last.
 CANDIDATES = (
+    Candidate("pipe_sgd", lambda *_: {}, "the update is made beside the next mini-batch", 0),
     Candidate("backup", lambda _, fast: {"k": fast}, "drops what comes late", 2),
     Candidate("k_async", lambda _, fast: {"k": fast}, "what comes late counts in the next", 2),
     Candidate("k_batch_async", lambda n, _: {"k": n}, "none waits; gradients may be stale"),
@@ -79,47 +82,58 @@ class Advice:
         return f"{self.text}: {self.command}"
 
 
-def advise(run: Path, stats: Mapping[str, Any], most_per_s: float = math.inf) -> Advice | None:
+def advise(
+    run: Path, stats: Mapping[str, Any], most_per_s: float = math.inf, by_hand: bool = False
+) -> Advice | None:
     """The advice for a recorded run; ``None``: there is nothing to say, or not for sure.
 
     Args:
         run: its directory.
         stats: of :meth:`hybridtrain.engine.server.run_statistics.RunStatistics.stats`.
         most_per_s: samples per second that the machine's processors can compute.
+        by_hand: the module steps its optimizers itself.
 
     Raises:
         UserError: if the record cannot be read, or lacks what virtual time needs.
     """
     waiting: Sequence[float] = stats.get("waiting_share", ())
-    waited = [share for share in waiting if share >= LEAST_WAITING]
-    if len(waiting) < 2 or not waited:
+    if max(waiting, default=0.0) < LEAST_WAITING:
         return None
     seen = observe(run)
     own, update = _policy(seen.strategy), make_update(seen.strategy.get("update"))
     if own is None or min(len(times) for times in seen.times.values()) < LEAST_STEPS:
         return None
+    if _delay(own, seen.n_workers):
+        return None  # the record does not have the time of an update
     usual = _samples_per_s(seen, own, update)
     if abs(usual / stats["samples_per_s"] - 1) > MOST_ERROR:
         return None
-    times_slower = _times_slower(seen)
-    n_fast = sum(factor < SLOW for factor in times_slower)
-    found = _chosen(seen, update, min(n_fast, seen.n_workers - 1))
+    n_fast = sum(factor < SLOW for factor in _times_slower(seen))
+    refused = by_hand or seen.strategy.get("correction") is not None
+    most_behind = 0.0 if refused else _most_behind(seen, most_per_s)
+    found = _chosen(seen, update, min(n_fast, seen.n_workers - 1), most_behind)
     if found is None or found[0] / usual < LEAST_FACTOR or found[0] > most_per_s:
         return None
     speed, candidate, policy = found
     options = (f"strategy.policy.{key}={policy[key]}" for key in policy if key != "name")
-    strategy = " ".join([f"strategy={candidate.name}", *options])
-    factor, slower = speed / usual, max(times_slower)
-    slowest = f"worker {times_slower.index(slower)} is {slower:.1f} times slower; "
-    waits = f"{len(waited)} of {len(waiting)} workers waited {100 * fmean(waited):.0f} %"
+    strategy, factor = " ".join([f"strategy={candidate.name}", *options]), speed / usual
     return Advice(
-        f"{slowest if slower >= SLOW else ''}{waits} of their time: `{strategy}` "
+        f"{_why(seen, waiting)}: `{strategy}` "
         f"({candidate.reason}) would have made {factor:.1f} times as many samples a second",
         f"python -m hybridtrain simulate run={shlex.quote(short(run))} "
         f"strategy={spelled(own)},{spelled(policy)}",
         strategy,
         factor,
     )
+
+
+def _why(seen: Observed, waiting: Sequence[float]) -> str:
+    """Who is slow, and who has waited how long."""
+    times_slower = _times_slower(seen)
+    slower, waited = max(times_slower), [each for each in waiting if each >= LEAST_WAITING]
+    slowest = f"worker {times_slower.index(slower)} is {slower:.1f} times slower; "
+    waits = f"{len(waited)} of {len(waiting)} workers waited {100 * fmean(waited):.0f} %"
+    return f"{slowest if slower >= SLOW else ''}{waits} of their time"
 
 
 def _policy(strategy: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -148,20 +162,44 @@ def _samples_per_s(seen: Observed, policy: Any, update: NamedUpdate | None) -> f
     return float(world.server.statistics.stats()["samples"]) / world.now_s
 
 
+def _delay(policy: Any, n_workers: int) -> int:
+    """By how many updates gradients are late, because updates are made beside them."""
+    return make_policy(policy).begin(n_workers).delay
+
+
+def _most_behind(seen: Observed, most_per_s: float) -> float:
+    """Samples per second that processors can compute if updates are made beside mini-batches.
+
+    An update keeps all of them busy. Of small models, whose updates the worker that comes last
+    makes in lock-step, the server would have to make them, which takes longer.
+    """
+    if 0 < seen.size_bytes <= 4 * LARGEST:
+        return 0.0
+    sample_s = 1 / most_per_s + seen.update_s / (seen.n_workers * seen.batch_size)
+    return 1 / sample_s if sample_s else math.inf
+
+
 def _times_slower(seen: Observed) -> list[float]:
     """Each worker's usual time of a mini-batch, over the median of the others'."""
+    if seen.n_workers == 1:
+        return [1.0]
     usual = [median(seen.times[worker]) for worker in range(seen.n_workers)]
     return [own / median(usual[:w] + usual[w + 1 :]) for w, own in enumerate(usual)]
 
 
 def _chosen(
-    seen: Observed, update: NamedUpdate | None, n_fast: int
+    seen: Observed, update: NamedUpdate | None, n_fast: int, most_behind: float
 ) -> tuple[float, Candidate, dict[str, Any]] | None:
-    """Speed, candidate and policy: the first that is nearly as fast as the fastest."""
+    """Speed, candidate and policy: the first that is nearly as fast as the fastest.
+
+    ``most_behind``: the most of those whose updates are made beside mini-batches.
+    """
     tried = []
     for candidate in (each for each in CANDIDATES if each.least_fast <= n_fast):
         policy = {"name": candidate.name, **candidate.options(seen.n_workers, n_fast)}
         with suppress(UserError):  # it does not go with the run's update
-            tried.append((_samples_per_s(seen, policy, update), candidate, policy))
+            speed = _samples_per_s(seen, policy, update)
+            if speed <= most_behind or not _delay(policy, seen.n_workers):
+                tried.append((speed, candidate, policy))
     best = max((speed for speed, *_ in tried), default=0.0)
     return next((each for each in tried if each[0] >= NEARLY * best), None)

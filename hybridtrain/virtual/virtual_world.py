@@ -495,12 +495,17 @@ class VirtualWorld:
     # ---- the server -----------------------------------------------------------------------------
 
     def _clock(self) -> float:
-        """The server's clock: the time of arrival of an event, then of the end of its update."""
+        """The server's clock: the time of arrival of an event, then of the end of its update.
+
+        Of a release ahead of the update: when the server is free.
+        """
         if self._handling is None:
             return self.now_s
         told_s, version = self._handling
         made = self.server.statistics.version - version
-        return self.now_s + made * self.update_s if made else told_s
+        if made:
+            return self.now_s + made * self.update_s
+        return self.now_s if self.server.update_is_due else told_s
 
     def _on(self, event: Event) -> None:
         """The server handles the event, now or when it has made its update."""

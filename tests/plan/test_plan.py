@@ -85,6 +85,43 @@ def test_the_runs_own_row_is_what_was_measured_and_extrapolates_nothing(tmp_path
     assert "slow worker 1 of the run left out" in alike["extrapolated"]
 
 
+@pytest.mark.parametrize(("mini_batch_s", "step_s"), [(1.0, 1.0), (0.1, UPDATE_S)])
+def test_one_update_behind_a_step_takes_the_longer_of_mini_batch_and_update(
+    mini_batch_s: float, step_s: float, tmp_path: Path
+) -> None:
+    run = left(tmp_path / "run", [mini_batch_s] * 2, epoch=1000)
+    rows = planned(tmp_path, f"run={run}", "strategy=hybrid,pipe_sgd", "hosts=1x2,1x64")
+    speeds = {(row["strategy"], row["workers"]): row["samples_per_s"] for row in rows}
+    for workers in (2, 64):  # whose 2,000 mini-batches are fewer updates than those of the warm-up
+        together, behind = (speeds[name, workers] for name in ("hybrid", "pipe_sgd"))
+        assert together == pytest.approx(8 * workers / (mini_batch_s + UPDATE_S), rel=0.01)
+        assert behind == pytest.approx(8 * workers / step_s, rel=0.04)
+    row = next(each for each in rows if each["strategy"] == "pipe_sgd" and each["workers"] == 2)
+    waits = max(0.0, UPDATE_S - mini_batch_s) / step_s
+    assert row["limits"]["server's update"] == pytest.approx(waits, abs=0.02)
+    assert row["staleness"] == pytest.approx(1, abs=0.01)
+    assert "an update beside mini-batches not measured" in row["extrapolated"]
+
+
+def test_a_run_that_hides_its_updates_predicts_only_its_own_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = left(tmp_path / "run", policy="pipe_sgd")
+    told = refused(capsys, f"run={run}", "strategy=hybrid")
+    assert "under whose strategy pipe_sgd updates are made beside mini-batches" in told
+    assert "give a run of hybrid" in told
+    other = left(tmp_path / "other", [1.0] * 4)
+    rows = planned(tmp_path, f"run={run},{other}", "strategy=hybrid,pipe_sgd", "hosts=1x2")
+    assert {row["strategy"] for row in rows} == {"hybrid", "pipe_sgd"}
+
+
+def test_one_update_behind_takes_two_rows_of_each_worker_and_two_copies(tmp_path: Path) -> None:
+    run = left(tmp_path / "run", [1.0] * 4, size_bytes=400)
+    rows = planned(tmp_path, f"run={run}", "strategy=hybrid,pipe_sgd")
+    n_bytes = {row["strategy"]: row["memory_bytes"] for row in rows}
+    assert n_bytes["pipe_sgd"] - n_bytes["hybrid"] == 400 * (4 + 2)
+
+
 def test_workers_share_the_cores_of_their_host(tmp_path: Path) -> None:
     """Half of a mini-batch is the processor's: on a core for two it takes 1.5 times as long."""
     run = left(tmp_path / "run", cores=2, cpu_s=0.5 * 160)
@@ -405,7 +442,7 @@ def test_a_metric_that_no_run_logs_is_refused(
         (["target=val/loss:nan"], "target=val/loss:nan was given; say target=METRIC:X"),
         (["target=val/loss:inf"], "target=val/loss:inf was given; say target=METRIC:X"),
         (["target=val/loss:true"], "target=val/loss:true was given; say target=METRIC:X"),
-        (["strategy=nope"], ", local_sgd, post_local_sgd"),
+        (["strategy=nope"], ", local_sgd, pipe_sgd, post_local_sgd"),
         (["hosts=1x2:slower=0"], "slower=0 was given; it must be a number above 0"),
         (["hosts=1x2:slower.2=3"], "hosts=1x2:slower.2=3: worker 2 was named, but 2 workers"),
         (["hosts=1x2:slower.x=3"], "slower.W=x was given"),

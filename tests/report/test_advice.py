@@ -112,6 +112,43 @@ def test_with_two_workers_the_slow_one_is_not_given_up(tmp_path: Path) -> None:
     assert found.factor > 1.5
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_wait_for_updates_are_advised_to_compute_meanwhile(
+    workers: int, tmp_path: Path
+) -> None:
+    stats = recorded(tmp_path, [0.5] * workers, rounds=800, epoch=1000)
+    found = advise(tmp_path, stats)
+    assert found is not None and found.strategy == "strategy=pipe_sgd"
+    # A step of 0.75 s takes 0.5, but for the 40 of the warm-up.
+    assert found.factor == pytest.approx(1.5, rel=0.05)
+    assert f"{workers} of {workers} workers waited 33 % of their time: `strat" in found.text
+    assert "(the update is made beside the next mini-batch) would have made" in found.text
+    own, other = figures(found.command, tmp_path)
+    assert (own["strategy"], other["strategy"]) == ("hybrid", "pipe_sgd")
+    assert other["samples_per_s"] / own["samples_per_s"] == found.factor
+
+
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        ({"size_bytes": 400_000}, {}),  # the worker that comes last makes its updates
+        ({"correction": "gap_aware"}, {}),
+        ({"policy": {"name": "pipe_sgd", "warm_up": 5}}, {}),  # it is so already
+        ({}, {"by_hand": True}),
+        ({}, {"most_per_s": 17.0}),  # 16 a second are computed, and updates take the processors
+        ({"epoch": 1}, {}),  # all meet, and wait for the update, in every step
+    ],
+    ids=["small model", "correction", "one behind", "by hand", "busy processors", "meetings"],
+)
+def test_no_update_is_advised_beside_mini_batches_where_it_is_refused_or_no_faster(
+    run: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    stats = recorded(tmp_path, **{"seconds": [0.5], "rounds": 800, "epoch": 1000, **run})
+    assert advise(tmp_path, stats, **options) is None
+    plain = {"seconds": [0.5], "rounds": 800, "epoch": 1000}
+    assert advise(tmp_path / "plain", recorded(tmp_path / "plain", **plain)) is not None
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("run", "changed"),

@@ -10,8 +10,8 @@ seed gives the same figures.
 
 Options (several values: separated by commas, where it says so):
   strategy=NAME,...   strategies, with their options behind colons: hybrid, synchronous,
-                      backup:k=3, backup:k=auto, k_async:k=3, k_batch_sync:k=3,
-                      k_batch_async:k=3, softsync:n=2, ssp:lead=2, async,
+                      pipe_sgd:warm_up=5, backup:k=3, backup:k=auto, k_async:k=3,
+                      k_batch_sync:k=3, k_batch_async:k=3, softsync:n=2, ssp:lead=2, async,
                       switch:first=hybrid:then=async:at_update=100 (default hybrid,async);
                       my.Mine:k=3, or '{_target_: my.Mine, k: 3}' (a policy of one's own);
                       with task=...: local_sgd:every=32, diloco, easgd, async_diloco, downpour,
@@ -57,8 +57,8 @@ What is between them and the server, and what happens to them:
                       literature on asynchronous DiLoCo assumes (default: all of it)
   data_shards=S data_visit=N  whoever draws takes N mini-batches from one of S shards of the data,
                       then goes to the one visited least (default: all draw from one queue)
-  update_s=X          seconds that an update takes the server, which makes one after the other
-                      (default 0)
+  update_s=X          seconds that an update takes the server, which makes one after the other;
+                      under pipe_sgd beside the next mini-batches (default 0)
 
 What is trained (default: nothing, only time passes):
   task=NAME           digits, parabola, speech, own ...: as for python -m hybridtrain, and so are

@@ -191,6 +191,7 @@ _ONLY_WITH = {
     "delay": "whole_rounds",
     "extrapolates": "delay",
     "encodes": "delay",
+    "delay_from": "delay",
 }
 
 

@@ -58,7 +58,7 @@ class PipeSGD(Checked, WaitForAll):
         if not self.delay:
             return needs
         needs = replace(needs, everyone=False, delay=self.delay, encodes=self.compress)
-        return replace(needs, extrapolates=self.extrapolate)
+        return replace(needs, extrapolates=self.extrapolate, delay_from=self.warm_up)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         if isinstance(fact, Began):

@@ -17,7 +17,8 @@ class Needs:
     unless there is a ``delay``: then workers compute the next gradient meanwhile, with parameters
     of so many updates before (1: ``ReleaseThenApply``). ``extrapolates``: with a delay, of where
     the masters will be, about, when the gradient is applied. ``encodes``: with a delay, the codec
-    of the movement of what workers read.
+    of the movement of what workers read. ``delay_from``: with a delay, so many updates are made in
+    lock-step first.
     ``turns``: one worker computes at a time, and sends ``Ready`` before each mini-batch; ``asks``:
     only before its first. ``free``: every push is an update, and its worker is released at once.
     ``everyone``: an update has one gradient of each worker, and the policy keeps no state between
@@ -46,6 +47,7 @@ class Needs:
     delay: int = 0
     extrapolates: bool = False
     encodes: str | None = None
+    delay_from: int = 0
 
 
 @runtime_checkable

@@ -221,9 +221,8 @@ class Rounds:
         if self.store is not None and self.store.turns is not None:
             self.store.turns.begin()
         self._outcome.update(dict.fromkeys(workers, self._news))
-        replies = [self._release(worker, ahead=True) for worker in workers]
         self._due = _DueUpdate(pushes, ages)
-        return replies
+        return [self._release(worker, ahead=True) for worker in workers]
 
     def make_due_update(self) -> Replies:
         """Make the update that is due."""

@@ -37,6 +37,7 @@ from hybridtrain.engine.exchanges import Exchange, exchange_of
 from hybridtrain.engine.exchanges.compression import codec_of
 from hybridtrain.engine.exchanges.requirements import Requirements
 from hybridtrain.engine.policies import Needs, make_policy
+from hybridtrain.engine.protocol.facts import Began
 from hybridtrain.engine.recording.observed import Observed
 from hybridtrain.engine.updates.named import UpdateSpec
 from hybridtrain.errors import UserError
@@ -167,14 +168,14 @@ class Plan:
         return sorted(rows, key=_rank), missing
 
     def _row(self, spec: StrategySpec, layout: HostLayout, errors: Mapping[str, float]) -> PlanRow:
-        source = nearest(self.runs, layout.each, spec.label.partition(":")[0])
+        source = nearest(_usable(self.runs, spec), layout.each, _name(spec))
         speed, world, steps = _run(self, source, spec, layout, self.between_s(source))
         statistics, wants = world.server.statistics, world.server.requirements
         stats, staleness = statistics.stats(), statistics.mean_age()
         lag = statistics.n_applied / statistics.version * steps * (1 + staleness)
         memory = _memory_factor(source, layout.each, wants.whole_rounds)
         waiting = fmean(stats["waiting_share"])
-        limits = _limits(world, waiting, memory)
+        limits = _limits(world, stats["waiting_share"], memory)
         error = errors.get(str(source.folder))
         row = PlanRow(
             strategy=spec.label,
@@ -211,6 +212,31 @@ def _rank(row: PlanRow) -> tuple[float, float]:
     return middle, -row.samples_per_s
 
 
+def _name(spec: StrategySpec) -> str:
+    return spec.label.partition(":")[0]
+
+
+def _usable(runs: Sequence[Evidence], spec: StrategySpec) -> Sequence[Evidence]:
+    """The runs whose records have the time of an update, or are of this strategy.
+
+    Raises:
+        UserError: if there is none.
+    """
+    hidden = [run for run in runs if run.strategy != _name(spec) and _delays(own_spec(run), run)]
+    if len(hidden) == len(runs):
+        raise UserError(
+            f"run={hidden[0].folder} was given, under whose strategy {hidden[0].strategy} updates "
+            "are made beside mini-batches, so the record does not have their time; give a run of "
+            "hybrid"
+        )
+    return [run for run in runs if run not in hidden]
+
+
+def _delays(spec: StrategySpec | None, run: Evidence) -> bool:
+    """Whether updates are made beside mini-batches."""
+    return spec is not None and make_policy(spec.policy).begin(run.seen.n_workers).delay > 0
+
+
 def own_spec(run: Evidence) -> StrategySpec | None:
     """The run's own strategy; ``None``: it is not known by name."""
     given, *more = map(run.seen.strategy.get, ("policy", "exchange", "update"))
@@ -243,9 +269,11 @@ def _run(
         size_bytes=seen.size_bytes,
         row_bytes=_row_bytes(spec, exchange, seen.size_bytes),
     )
-    update_s = _update_s(source, needs.gathers)
+    brings = 2 * (needs.delay > 0)  # and copies the masters to what workers read
+    update_s = _update_s(source, needs.gathers + brings)
     under = Conditions(network, update_s=update_s, contention=contention)
     world = VirtualWorld(policy, n, each, conditions=under, exchange=exchange, epoch=epoch)
+    policy.on(Began(needs.delay_from))  # a row is of the middle of a run
     wants = world.server.requirements
     if wants.watches_loss or wants.evaluates:
         raise UserError(f"strategy={spec.label} depends on losses, which {_SIMULATE}")
@@ -399,11 +427,13 @@ def _update_s(source: Evidence, rows: int) -> float:
 # ---- what limits it, what it needs, what was not measured ---------------------------------------
 
 
-def _limits(world: VirtualWorld, waiting: float, memory: float) -> dict[str, float]:
+def _limits(world: VirtualWorld, waits: Sequence[float], memory: float) -> dict[str, float]:
     """The share of the workers' time that each costs; ``memory``: its factor on mini-batches."""
-    statistics = world.server.statistics
-    update = min(waiting, statistics.version * world.update_s / world.now_s)
-    computing = 1 - waiting
+    statistics, waiting = world.server.statistics, fmean(waits)
+    update = statistics.version * world.update_s / world.now_s
+    if world.server.requirements.delay:  # but what is beside the mini-batches of the slowest
+        update = max(0.0, update - (1 - min(waits)))
+    update, computing = min(waiting, update), 1 - waiting
     return {
         "waiting": waiting - update,
         "server's update": update,
@@ -430,7 +460,7 @@ def _memory_bytes(
     exchange = exchange_of(make_policy(spec.policy), spec.exchange)
     state = USUAL_STATE_BYTES if source.state_bytes is None else source.state_bytes
     own = layout.each * (4 + state) if wants.parameters == "own" else 0
-    rows = 4 * layout.workers * (1 + wants.has_copies)
+    rows = 4 * (layout.workers * wants.n_rows + wants.n_copies(layout.workers))
     if not isinstance(exchange.update, str):  # the merge rule sees a copy of each row
         rows += 4 * layout.workers
     elif exchange.update != "user":  # the masters move by what is merged
@@ -452,10 +482,12 @@ def _extrapolated(
     before, seen = run.seen.n_workers, run.seen
     if layout.workers != before:
         yield f"workers {before} → {layout.workers}"
-    if spec.label.partition(":")[0] != run.strategy:
+    if _name(spec) != run.strategy:
         yield f"a strategy other than {run.strategy}"
         if codec_of(exchange_of(make_policy(spec.policy), spec.exchange)) is not None:
             yield "time of encoding not measured"
+        if _delays(spec, run):
+            yield "an update beside mini-batches not measured"
     if layout.slower:
         yield "a slower worker"
     elif run.slow and not _as_recorded(run, layout):
