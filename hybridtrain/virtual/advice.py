@@ -32,7 +32,8 @@ from hybridtrain.virtual.network import Conditions
 from hybridtrain.virtual.service_times import Measured
 from hybridtrain.virtual.virtual_world import VirtualWorld
 
-LEAST_WAITING = 0.15  # share of its time that at least one worker has waited
+# Share of its time that at least one worker has waited, for others or for the update.
+LEAST_WAITING = 0.15
 LEAST_STEPS = 50  # mini-batches of each worker: fewer may be slow by chance
 LEAST_FACTOR = 1.15
 MOST_ERROR = 0.15  # of the simulation of the run's own strategy
@@ -97,9 +98,11 @@ def advise(
         UserError: if the record cannot be read, or lacks what virtual time needs.
     """
     waiting: Sequence[float] = stats.get("waiting_share", ())
-    if max(waiting, default=0.0) < LEAST_WAITING:
+    if not waiting:
         return None
     seen = observe(run)
+    if max(*waiting, _update_share(seen)) < LEAST_WAITING:
+        return None
     own, update = _policy(seen.strategy), make_update(seen.strategy.get("update"))
     if own is None or min(len(times) for times in seen.times.values()) < LEAST_STEPS:
         return None
@@ -132,8 +135,16 @@ def _why(seen: Observed, waiting: Sequence[float]) -> str:
     times_slower = _times_slower(seen)
     slower, waited = max(times_slower), [each for each in waiting if each >= LEAST_WAITING]
     slowest = f"worker {times_slower.index(slower)} is {slower:.1f} times slower; "
+    if not waited:
+        return f"updates took {100 * _update_share(seen):.0f} % of the time"
     waits = f"{len(waited)} of {len(waiting)} workers waited {100 * fmean(waited):.0f} %"
     return f"{slowest if slower >= SLOW else ''}{waits} of their time"
+
+
+def _update_share(seen: Observed) -> float:
+    """The update's share of a step, which waiting for one another does not have in it."""
+    slowest_s = max(median(times) for times in seen.times.values())
+    return seen.update_s / (seen.update_s + slowest_s)
 
 
 def _policy(strategy: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -320,7 +320,7 @@ def check_startup(setup: RunSetup, start: StartOptions, cores: int, job: Any) ->
     if job.trainer.state.fn == "fit":
         check_memory(module, known, scheme.requirements, on_device)
     if on_device:
-        check_device_memory(module, setup.workers_per_device)
+        check_device_memory(module, setup.workers_per_device, scheme.requirements.delay > 0)
         check_devices(setup)
     else:
         check_threads(here, start.threads, cores, scheme.threads_per_worker == "auto")
@@ -347,13 +347,15 @@ def check_memory(
     if available is None:
         return
     tables, rows = _bytes_of(module, sparse_tables(module)), n_workers * wants.n_rows
-    copies = wants.n_copies(n_workers) if wants.delay or not on_device else 0
+    exact = not (wants.extrapolates or wants.encodes)  # then devices have the copies
+    copies = 0 if on_device and exact else wants.n_copies(n_workers)
     needed = (n_bytes - tables) * (1 + rows + copies) + tables * (2 + copies)
     if needed > available:
         both, less = "", "fewer workers"
         if wants.delay:  # without it: one row of each worker, and no copies
             more = _size((n_bytes - tables) * n_workers + n_bytes * copies)
-            both = f", twice, and two copies of the parameters ({more} more than hybrid)"
+            also = ", and two copies of the parameters" if copies else ""
+            both = f", twice{also} ({more} more than hybrid)"
             less = "policy=hybrid, fewer workers"
         raise UserError(
             f"{_size(needed)} of host memory are needed for the {_size(n_bytes)} of parameters, "
@@ -368,14 +370,21 @@ def check_memory(
         )
 
 
-def check_device_memory(module: torch.nn.Module, workers_per_device: int) -> None:
-    """The largest GPU: each worker holds parameters and, for a moment, their gradients."""
-    needed, largest = 2 * _bytes_of(module) * workers_per_device, largest_device_bytes()
+def check_device_memory(
+    module: torch.nn.Module, workers_per_device: int, behind: bool = False
+) -> None:
+    """The largest GPU: each worker holds parameters and, for a moment, their gradients.
+
+    ``behind``: and the parameters of the next step, which come while the device computes.
+    """
+    needed = (3 if behind else 2) * _bytes_of(module) * workers_per_device
+    largest = largest_device_bytes()
     if largest is not None and needed > largest:
+        also, less = (", next parameters", "policy=hybrid, ") if behind else ("", "")
         raise UserError(
-            f"{_size(needed)} are needed on each GPU for parameters and gradients of "
+            f"{_size(needed)} are needed on each GPU for parameters{also} and gradients of "
             f"workers_per_device={workers_per_device}, and the largest has {_size(largest)}; use "
-            "fewer workers on a device, or a smaller model"
+            f"{less}fewer workers on a device, or a smaller model"
         )
 
 

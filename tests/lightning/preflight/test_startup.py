@@ -138,6 +138,10 @@ def test_tables_with_sparse_gradients_count_as_rows(
 def test_parameters_that_do_not_fit_into_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, largest_device_bytes=25 * MIB)
     machine_checks.check_device_memory(Large(), 3)
+    with pytest.raises(
+        UserError, match=r"^36\S* MiB are .*next parameters.*use policy=hybrid, few"
+    ):
+        machine_checks.check_device_memory(Large(), 3, behind=True)
     with pytest.raises(UserError, match=r"32 MiB .* workers_per_device=4, .* has 25 MiB"):
         machine_checks.check_device_memory(Large(), 4)
     have(monkeypatch, largest_device_bytes=None)  # nobody to be asked
