@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -50,7 +51,9 @@ class Batches(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def in_plain_torch(make: Any, batches: list[Any], warm_up: int) -> torch.Tensor:
+def in_plain_torch(
+    make: Any, batches: list[Any], warm_up: int, left_out: Collection[int] = ()
+) -> torch.Tensor:
     """Each gradient is of the parameters of one update before, but the first of an epoch."""
     torch.manual_seed(7)
     masters, read = Regression(), Regression()
@@ -64,7 +67,8 @@ def in_plain_torch(make: Any, batches: list[Any], warm_up: int) -> torch.Tensor:
         newest = {name: value.clone() for name, value in masters.state_dict().items()}
         for master, own in zip(masters.parameters(), read.parameters(), strict=True):
             master.grad = own.grad.clone()
-        optimizer.step()
+        if step not in left_out:
+            optimizer.step()
         read.load_state_dict(newest)
     return flat(masters)
 
