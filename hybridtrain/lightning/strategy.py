@@ -107,8 +107,8 @@ class HybridStrategy(HostMemoryStrategy):
             for one alone, and where several workers have one, equal shares until it is measured
             what each needs, then that and an equal part of the rest.
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
-        num_samples_key: the entry of a batch that tells how many samples it has (a number, or a
-            tensor or list with the samples along its first dimension), where it cannot be seen.
+        num_samples_key: the entry of a batch that tells how many samples it has (a number, or
+            something with them along its first dimension), where it cannot be seen.
         batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
         iterable: what is done about streams and objects that are no DataLoader, whose samples
             cannot be shared out: ``"deal"``: each worker takes every W-th mini-batch; ``"own"``:
@@ -125,10 +125,9 @@ class HybridStrategy(HostMemoryStrategy):
             ``"restart"`` it.
         min_workers: with fewer left, the run stops.
         max_restarts: in the whole run; ``None``: any number.
-        hang_timeout_s: seconds without a sign of life after which a worker is killed; ``"auto"``:
-            from its own past; ``None``: never. Its stacks are printed before.
-        faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
-            :class:`hybridtrain.engine.faults.Fault`.
+        hang_timeout_s: seconds without a sign of life after which a worker is killed, its stacks
+            being printed before; ``"auto"``: from its past; ``None``: never.
+        faults: what is to go wrong on purpose; see :class:`hybridtrain.engine.faults.Fault`.
         min_hosts: training begins with so many of the ``num_nodes`` hosts, and others may come
             while it runs, in lock-step at an epoch's beginning; ``None``: with all.
         hosts_key: a file with the key by which the hosts of a run over several know each other,
