@@ -258,6 +258,8 @@ class HostReplica(Replica):
             [store.gradient(row, slot) for slot in slots] for row in store.rows_of(worker)
         ]
         self._windows = [open_window(store, worker, buffer) for buffer in store.buffers]
+        self._copied: set[int] = set()
+        self._seen: set[int] = set()  # of these: were found to be finite on the way
         self._turn()
         self._tells_writes = tells_writes(store, worker, leads)
         self._number_of, self._slots = {slot: n for n, slot in enumerate(slots)}, list(slots)
@@ -266,8 +268,6 @@ class HostReplica(Replica):
         self._views = [self._window.view(slot) for slot in slots]
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
-        self._copied: set[int] = set()
-        self._seen: set[int] = set()  # of these: were found to be finite on the way
         self._made_dense: set[int] = set()
         self._worker = worker
         self.encoder, self._eager = encoder, eager and encoder is None
@@ -280,6 +280,8 @@ class HostReplica(Replica):
         turns = self._turns
         if turns is not None:
             turns.take()
+            self._copied.clear()  # to the other row
+            self._seen.clear()
         self._rows = self._rows_of[0 if turns is None else turns.row]
         self._window = self._windows[0 if turns is None else turns.read]
         self._shows = False
@@ -414,11 +416,12 @@ class HostReplica(Replica):
 
     def refresh(self, keep: bool = False) -> None:
         window = self._window
-        window.refresh(self._following)
+        # With turns nothing of the worker's own is on a page beside what follows.
+        window.refresh(self._following if self._turns is None else self._slots)
         self._turn()
         if self._window is not window:
             self._look_through()
-            self._window.refresh(self._following)
+            self._window.refresh(self._slots)
 
     @property
     def shows_masters(self) -> bool:
