@@ -167,7 +167,8 @@ class WorkerCallback(pl.Callback):
         if self._advises:
             if self._worker.requirements.evaluates:
                 warn_of_unused(trainer.optimizers)
-            advise(trainer.optimizers, self._client.stats()["staleness"]["mean"])
+            if not self._worker.requirements.delay:  # ages by chance, not one that is fixed
+                advise(trainer.optimizers, self._client.stats()["staleness"]["mean"])
             if self._session is not None and self._position.resumed is None:
                 advise_on_interval(self._scheme.exchange, self._session.steps)
             self._advises = False
