@@ -8,6 +8,7 @@ import torch
 
 from hybridtrain.engine.options.strategy_arguments import StrategyArguments
 from hybridtrain.engine.scheme import Scheme
+from hybridtrain.engine.worker.device import KINDS
 from hybridtrain.util.host_place import HostPlace
 
 
@@ -34,6 +35,13 @@ class RunSetup:
     devices: tuple[torch.device, ...]
     workers_per_device: int
     precision: str
+
+    @property
+    def stages(self) -> bool:
+        """Whether each worker has the parameters of the next step on its device, too."""
+        on_device = any(device.type in KINDS for device in self.devices)
+        comes = self.options["on_failure"] == "restart" or self.place.n_hosts > 1
+        return self.scheme.requirements.stages_on_device(on_device, comes)
 
     @property
     def min_hosts(self) -> int:

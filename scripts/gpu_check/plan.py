@@ -9,14 +9,21 @@ from gpu_check.check import Check
 
 PYTEST = ("torch", "pytorch_lightning", "pytest")
 SIZE = "170 M"
-# Of the benchmark: a label, the way, options of the strategy.
-WAYS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
-    ("plain AdamW on the GPU", "plain", None),
-    ("hybrid", "hybrid", {}),
-    ("hybrid, bf16 transport", "hybrid", {"transport_dtype": "bf16"}),
-    ("hybrid, threads_per_worker=1", "hybrid", {"threads_per_worker": 1}),
-    ("hybrid, two workers", "hybrid", {"workers_per_device": 2}),
-    ("torchao CPUOffloadOptimizer", "torchao", None),
+_BEHIND = {"options": {"policy": {"name": "pipe_sgd", "warm_up": 0}}}
+_CLIPPED, _LARGE = {"clip": 1.0}, {"samples": 64}
+# Of the benchmark: a label, the way, what it is given.
+WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("plain AdamW on the GPU", "plain", {}),
+    ("hybrid", "hybrid", {"options": {}}),
+    ("pipe_sgd", "hybrid", _BEHIND),
+    ("torchao CPUOffloadOptimizer", "torchao", {}),
+    ("pipe_sgd, gradients clipped", "hybrid", _BEHIND | _CLIPPED),
+    ("plain AdamW on the GPU, 64 samples", "plain", _LARGE),
+    ("pipe_sgd, 64 samples, gradients clipped", "hybrid", _BEHIND | _CLIPPED | _LARGE),
+    ("hybrid, 64 samples", "hybrid", {"options": {}} | _LARGE),
+    ("hybrid, bf16 transport", "hybrid", {"options": {"transport_dtype": "bf16"}}),
+    ("hybrid, threads_per_worker=1", "hybrid", {"options": {"threads_per_worker": 1}}),
+    ("hybrid, two workers", "hybrid", {"options": {"workers_per_device": 2}}),
 )
 
 
@@ -43,13 +50,13 @@ def _right() -> Iterator[Check]:
         label = f"{workers} worker{'s' * (workers > 1)}"
         arguments = {"workers": workers, "options": {}}
         yield Check(f"equal to one process, {label}", "gpu_check.steps:difference", 60, arguments)
+    name = "one update behind, equal to a loop written by hand"
+    yield Check(name, "gpu_check.steps:difference_behind", 60)
 
 
 def _timed(size: str) -> Iterator[Check]:
     for label, way, given in WAYS:
-        arguments: dict[str, Any] = {"way": way, "size": size}
-        if given is not None:
-            arguments["options"] = given
+        arguments: dict[str, Any] = {"way": way, "size": size, **given}
         needs = ("torch", "pytorch_lightning", *(("torchao",) if way == "torchao" else ()))
         name = f"step of {size} parameters, {label}"
         yield Check(name, "gpu_check.steps:measured", 60, arguments, needs)

@@ -43,6 +43,19 @@ def difference(workers: int, options: dict[str, Any], accelerator: str = "cuda")
     return Found(f"{found:.1g} of the largest parameter", True, {"difference": found})
 
 
+def difference_behind(accelerator: str = "cuda") -> Found:
+    """Whether ``pipe_sgd`` trains to what a loop written by hand does."""
+    from benchmarks.jobs import gpu_loops
+
+    from hybridtrain.errors import UserError
+
+    try:
+        found = gpu_loops.difference_behind(accelerator)
+    except UserError as error:
+        return Found(str(error), False)
+    return Found(f"{found:.1g} of the largest parameter", True, {"difference": found})
+
+
 def profiled(size: str, options: dict[str, Any], accelerator: str = "cuda") -> Found:
     """Kernels and copies on the device, and what Python waits for, of three steps."""
     from benchmarks.jobs import gpu_loops

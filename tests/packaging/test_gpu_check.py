@@ -256,6 +256,9 @@ def test_the_ways_to_train_of_the_gpu_benchmark_agree_on_a_cpu(
     tiny = gpu_models.TINY
     assert gpu_loops.difference(2, {}, "cpu") < 1e-6
     assert 1e-7 < gpu_loops.difference(2, {"transport_dtype": "bf16"}, "cpu") < 1e-2
+    assert gpu_loops.difference_behind("cpu") < 1e-6
+    behind = gpu_loops.hybrid(tiny, 2, gpu.ONE_BEHIND, "cpu", clip=gpu.CLIP)
+    assert behind["samples_per_s"] == pytest.approx(2 / behind["step_s"])
     two = gpu_loops.hybrid(tiny, 2, {"workers_per_device": 2}, "cpu")
     assert two["samples_per_s"] == pytest.approx(4 / two["step_s"])
     assert gpu_loops.plain(tiny, 2, "cpu")["step_s"] > 0
@@ -319,13 +322,13 @@ class Returns(runs.Runner):
         pass
 
     def run(self, job: runs.Job) -> Any:
-        step_s = 0.5 if "hybrid" in job.label else 1.0
+        step_s = 0.5 if "hybrid" in job.label or "pipe_sgd" in job.label else 1.0
         return {"step_s": step_s, "samples_per_s": 8 / step_s, "peak_bytes": 2**31}
 
 
 def test_samples_and_memory_stand_beside_the_time_of_a_step() -> None:
     found = list(gpu.against_others(frame.Frame("gpu", frame.Options(), Returns()), {}, 8, "work"))
-    assert len(found) == 2 * 4
+    assert len(found) == 3 * 4
     for row in found:
         assert isinstance(row, rows.Row) and (row.ours, row.theirs) == (500.0, 1000.0)
         assert f"{row.method}: 16 samples/s, 2.0 GiB of the device at most" in row.note

@@ -85,6 +85,16 @@ class Requirements(Needs):
         """Copies of the parameters in shared memory, beside the masters."""
         return 2 if self.delay else n_workers * self.has_copies
 
+    def stages_on_device(self, on_device: bool, comes: bool) -> bool:
+        """Whether workers copy the masters to their devices while an update steps them.
+
+        Else they read buffers in host memory: those that another host receives, those that are not
+        quite the masters, and those in which a worker that comes in mid-epoch finds what others
+        have. ``comes``: there are other hosts, or new workers in mid-epoch.
+        """
+        plain = not (self.extrapolates or self.encodes or comes)
+        return self.delay > 0 and on_device and plain
+
     @property
     def newest_between_steps(self) -> bool:
         """Whether the parameters that a worker has behind a step are the newest."""

@@ -102,7 +102,7 @@ class WorkerSession:
         sends = not trained.written
         layout = Layout.of(trained.named, room, trained.transport, sends, trained.sparse)
         means = trained.averages or requirements.together > 1
-        parts = self._stepped, means, self._workers_may_update(exchange), self._copies_masters()
+        parts = self._stepped, means, self._workers_may_update(exchange), self._stages()
         self._store = store = client.shared_store(layout, requirements, *parts)
         self._group = self._made_group()
         self._publish()
@@ -144,16 +144,10 @@ class WorkerSession:
         only = len(self._optimizers) == 1 and self._update.is_users
         return host and self._trained.unseen and only
 
-    def _copies_masters(self) -> bool:
-        """Whether this worker copies the masters to its device as the server steps them.
-
-        Else it reads buffers in host memory: those that another host receives, those that are not
-        quite the masters, and those in which a worker that comes in mid-epoch finds what others
-        have.
-        """
-        wants, comes = self._requirements, self._client.apart or self._trained.replaced
-        on_device, quite = self._parameters[0].device.type in KINDS, not wants.encodes
-        return on_device and wants.delay > 0 and quite and not (wants.extrapolates or comes)
+    def _stages(self) -> bool:
+        comes = self._client.apart or self._trained.replaced
+        on_device = self._parameters[0].device.type in KINDS
+        return self._requirements.stages_on_device(on_device, comes)
 
     # ---- ``StepFactory`` of exchanges/exchange.py: the exchange calls one of these --------------
 

@@ -318,9 +318,9 @@ def check_startup(setup: RunSetup, start: StartOptions, cores: int, job: Any) ->
     known = here if setup.place.host else setup.n_workers  # host 0 has the rows of all
     on_device = any(device.type in KINDS for device in setup.devices)
     if job.trainer.state.fn == "fit":
-        check_memory(module, known, scheme.requirements, on_device)
+        check_memory(module, known, scheme.requirements, on_device, setup.stages)
     if on_device:
-        check_device_memory(module, setup.workers_per_device, scheme.requirements.delay > 0)
+        check_device_memory(module, setup.workers_per_device, setup.stages)
         check_devices(setup)
     else:
         check_threads(here, start.threads, cores, scheme.threads_per_worker == "auto")
@@ -336,9 +336,15 @@ def check_startup(setup: RunSetup, start: StartOptions, cores: int, job: Any) ->
 
 
 def check_memory(
-    module: torch.nn.Module, n_workers: int, wants: Requirements, on_device: bool
+    module: torch.nn.Module,
+    n_workers: int,
+    wants: Requirements,
+    on_device: bool,
+    stages: bool = False,
 ) -> None:
     """Host memory: masters, copies of them, and each worker's rows of gradients.
+
+    ``stages``: with a delay, the copies are on devices.
 
     Tables with sparse gradients have no such row, only the rows that a mini-batch touches; but they
     take their size once more when the weights are sent back. See docs/memory.md.
@@ -347,8 +353,8 @@ def check_memory(
     if available is None:
         return
     tables, rows = _bytes_of(module, sparse_tables(module)), n_workers * wants.n_rows
-    exact = not (wants.extrapolates or wants.encodes)  # then devices have the copies
-    copies = 0 if on_device and exact else wants.n_copies(n_workers)
+    here = not stages if wants.delay else not on_device
+    copies = wants.n_copies(n_workers) if here else 0
     needed = (n_bytes - tables) * (1 + rows + copies) + tables * (2 + copies)
     if needed > available:
         both, less = "", "fewer workers"

@@ -20,7 +20,7 @@ SIZES: dict[str, dict[str, int]] = {
     "170 M": {"width": 1024, "depth": 12, "length": 256},
     "1.2 G": {"width": 2048, "depth": 24, "length": 512},
 }
-HOST_BYTES = 4 * 4 + 4  # a parameter: masters, moments, a row; a copy while the model is made
+HOST_BYTES = 4 * 5 + 4  # a parameter: masters, moments, two rows; a copy while the model is made
 TINY = {"width": 32, "depth": 1, "length": 8}
 
 

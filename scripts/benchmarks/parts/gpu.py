@@ -6,14 +6,16 @@ parameters and bf16 arithmetic, except for DeepSpeed, whose parameters on the de
 may use all cores of the host. Before anything is timed it is shown that two workers on the GPU
 train to what one does with a doubled mini-batch.
 
-A step's bytes on the host, per parameter: masters 4, two moments 8, a row 4 (2 as bf16); on the
-device: parameter 4, gradient 4; plain AdamW 16 there. ``--only "170 M"`` measures one size,
-``--only largest`` looks for the largest model that fits.
+A step's bytes on the host, per parameter: masters 4, two moments 8, a row 4 (2 as bf16), and one
+more row under ``pipe_sgd``; on the device: parameter 4, gradient 4, and another parameter 4 under
+``pipe_sgd``; plain AdamW 16 there. ``--only "170 M"`` measures one size, ``--only largest`` looks
+for the largest model that fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from benchmarks.runs import Job
 from hybridtrain.errors import UserError
 
 SAMPLES = (8, 64)  # of a mini-batch: one that hides little of the update, and one that hides more
+CLIP = 1.0  # the largest norm of a gradient
+ONE_BEHIND: dict[str, Any] = {"policy": {"name": "pipe_sgd", "warm_up": 0}}
 _PEERS = Goal(1.0)
 
 
@@ -47,6 +51,7 @@ def rows(frame: Frame) -> Iterator[Row | Skipped]:
         for samples in SAMPLES:
             work = f"{name}, {samples} × {model['length']} tokens, 1 worker"
             yield from against_others(frame, model, samples, work)
+            yield from clipped(frame, model, samples, work)
     yield from gpu_largest.rows(frame)
 
 
@@ -59,6 +64,9 @@ def is_right(frame: Frame) -> Iterator[Row | Skipped]:
             label, "benchmarks.jobs.gpu_loops:difference", {"workers": workers, "options": options}
         )
         yield from frame.alone(work, job, "of the largest", per=1.0, repeats=1)
+    job = Job("pipe_sgd", "benchmarks.jobs.gpu_loops:difference_behind", {})
+    work = "difference from a loop written by hand, one update behind"
+    yield from frame.alone(work, job, "of the largest", per=1.0, repeats=1)
 
 
 def against_others(
@@ -68,6 +76,7 @@ def against_others(
     ours = [
         _job("hybrid", "hybrid", model, samples),
         _job("hybrid, bf16 transport", "hybrid", model, samples, transport_dtype="bf16"),
+        _job("pipe_sgd", "hybrid", model, samples, **ONE_BEHIND),
     ]
     against: list[Against] = [
         (_job("plain fused AdamW on the GPU", "plain", model, samples), NOTHING_ASKED),
@@ -77,6 +86,22 @@ def against_others(
     ]
     repeats = min(frame.options.repeats, 2)
     yield from frame.alternate(work, ours, against, repeats=repeats, read=read)
+
+
+def clipped(
+    frame: Frame, model: dict[str, int], samples: int, work: str
+) -> Iterator[Row | Skipped]:
+    """The same with the norm of the gradient limited, which those who step early do without."""
+    ours = [
+        _job("hybrid", "hybrid", model, samples),
+        _job("pipe_sgd", "hybrid", model, samples, **ONE_BEHIND),
+    ]
+    plain = _job("plain fused AdamW on the GPU", "plain", model, samples)
+    jobs = [replace(job, arguments=job.arguments | {"clip": CLIP}) for job in (*ours, plain)]
+    repeats = min(frame.options.repeats, 2)
+    against: list[Against] = [(jobs[-1], NOTHING_ASKED)]
+    name = f"{work}, gradients clipped"
+    yield from frame.alternate(name, jobs[:-1], against, repeats=repeats, read=read)
 
 
 def read(figures: dict[str, float]) -> tuple[float, str]:

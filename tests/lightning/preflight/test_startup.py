@@ -16,7 +16,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.engine.exchanges import begin_policy, exchange_of
 from hybridtrain.engine.memory import limits
+from hybridtrain.engine.policies.registry import make_policy
 from hybridtrain.engine.worlds.process_world import ProcessWorld
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight import machine_checks
@@ -144,8 +146,36 @@ def test_parameters_that_do_not_fit_into_a_gpu_are_refused(monkeypatch: pytest.M
         machine_checks.check_device_memory(Large(), 3, behind=True)
     with pytest.raises(UserError, match=r"32 MiB .* workers_per_device=4, .* has 25 MiB"):
         machine_checks.check_device_memory(Large(), 4)
+    with pytest.raises(UserError, match=r"36 MiB .* workers_per_device=3, .* has 25 MiB"):
+        machine_checks.check_device_memory(Large(), 3, stages=True)
     have(monkeypatch, largest_device_bytes=None)  # nobody to be asked
     machine_checks.check_device_memory(Large(), 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "staged"),
+    [
+        ({}, True),
+        ({"extrapolate": True}, False),
+        ({"compress": "int8"}, False),
+        ({"delay": 0}, False),
+    ],
+)
+def test_one_update_behind_needs_no_copies_in_host_memory_beside_devices(
+    given: dict[str, Any], staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make_policy({"name": "pipe_sgd", **given})
+    wants = begin_policy(policy, exchange_of(policy), 3)
+    stages = wants.stages_on_device(on_device=True, comes=False)
+    assert stages is staged
+    assert not wants.stages_on_device(on_device=True, comes=True)
+    assert not wants.stages_on_device(on_device=False, comes=False)
+    rows = 2 if wants.delay else 1
+    copies = 0 if staged or not wants.delay else 2
+    needed = 4 * (1 + 3 * rows + copies)
+    have(monkeypatch, available_bytes=needed * MIB)
+    with pytest.raises(UserError, match=rf"^{needed} MiB of host memory"):
+        machine_checks.check_memory(Large(), 3, wants, on_device=True, stages=stages)
 
 
 def test_the_memory_of_gpus_is_not_asked_of_cuda() -> None:
