@@ -62,9 +62,12 @@ class Pair(NamedTuple):
         return {float(each) for p in self.net.parameters() for each in p.detach().cpu().flatten()}
 
 
-def made() -> Pair:
-    """All parameters and masters are 0; 16 x 16 each."""
-    state().lanes.begin_again(0, eagerness=0.3)
+def made(eagerness: float = 0.3) -> Pair:
+    """All parameters and masters are 0; 16 x 16 each.
+
+    ``eagerness``: of copies that nobody waits for.
+    """
+    state().lanes.begin_again(0, eagerness)
     net = nn.ParameterList([nn.Parameter(torch.zeros(16, 16)) for _ in range(LAYERS)])
     layout = Layout.of(net.named_parameters())
     store = Store(layout, 1, False, turning=Turning(on_devices=True))
@@ -116,7 +119,7 @@ def test_what_is_stepped_comes_to_the_device_while_the_rest_is_stepped() -> None
 
 
 def test_what_the_next_update_writes_before_the_release_arrives_is_not_seen() -> None:
-    pair = made()
+    pair = made(eagerness=0.0)
     pair.release_ahead()
     pair.make_update(1.0)
     assert pair.replica.writes() == {}  # the push follows
@@ -127,7 +130,7 @@ def test_what_the_next_update_writes_before_the_release_arrives_is_not_seen() ->
 
 
 def test_what_has_come_of_an_update_that_begins_anew_comes_again() -> None:
-    pair = made()
+    pair = made(eagerness=1.0)
     pair.release_ahead()
     pair.step(pair.begin_update(), 0, 1.0)
     assert pair.replica.take_stepped() is not None
