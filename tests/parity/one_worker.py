@@ -71,6 +71,11 @@ CLAIMS: dict[str, Claim] = {
     "power_sgd": Claim(
         why="the optimizer gets a gradient of rank 4", only=_SCHEDULES, themes=("schedulers",)
     ),
+    "pipe_sgd": Claim(
+        why="behind the warm-up gradients are one update late",
+        only=_SCHEDULES,
+        themes=("schedulers",),
+    ),
     "sandblaster": Claim(
         why="an epoch is one evaluation for a line search, not a step for each mini-batch",
         themes=("manual",),
