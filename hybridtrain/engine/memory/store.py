@@ -260,7 +260,7 @@ class Store:
         rows = [row for row in range(self._n_rows) if row % self.n_workers in self._here]
         found = [self._regions["gradients", row] for row in range(self._n_rows) if row not in rows]
         if self.private_parameters:
-            found += [self.region_of_parameters(worker) for worker in elsewhere]
+            found += [self._regions["copies", worker] for worker in elsewhere]
         for row in rows:
             if not self.layout.gradients:
                 found.append(self._regions["gradients", row])
