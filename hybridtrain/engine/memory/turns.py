@@ -80,7 +80,11 @@ class Turns:
     """
 
     N_WORDS = 6
-    _READ, _NEWEST, _NEXT_ROW, _DUE, _APART = range(5)  # the last of both buffers
+    _READ = 0
+    _NEWEST = 1
+    _NEXT_ROW = 2
+    _DUE = 3
+    _APART = 4  # the last of both buffers
     MASTERS = 2  # the number of the masters, beside those of both buffers
 
     def __init__(
